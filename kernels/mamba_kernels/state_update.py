@@ -1,0 +1,123 @@
+"""One decode (or verify) step of the SSM recurrence over a paged state cache.
+
+For every head, with state ``h`` of shape ``(P, N)``::
+
+    dt = clamp(softplus(dt_raw + dt_bias), dt_limit)
+    h  = exp(dt * A) * h  +  dt * x (outer) B        read h, write h: this is all the traffic
+    y  = h . C  +  D * x
+
+A step of speculative decoding feeds a row its last token and up to ``k`` drafts without knowing
+which will be kept. The state cannot be rolled back (``exp(dt * A)`` forgets), so the state after
+*every* token is written to a slot of its own: ``dst_slots[r, i]`` after token ``i``. The next step
+picks the right one on the device: ``src_slots[r, num_accepted_tokens[r] - 1]``.
+
+Head ``h`` reads group ``h // (H / G)`` of B and C. State arithmetic is fp32 whatever the pool's
+dtype. Sources: Mamba2 paper (equation 1, scalar A); contracts of vLLM's ``selective_state_update``
+as of pull request 41233.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from mamba_kernels.backend import choose_backend
+
+
+def selective_state_update(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    dt_bias: torch.Tensor,
+    ssm_state: torch.Tensor,
+    *,
+    query_start_loc: torch.Tensor,
+    src_slots: torch.Tensor,
+    dst_slots: torch.Tensor,
+    num_accepted_tokens: torch.Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Advance every row by its 1 to ``1 + k`` tokens.
+
+    Args:
+        x: ``(T, H, P)`` packed inputs.
+        dt: ``(T, H)`` raw step sizes, before bias and softplus.
+        A: ``(H,)`` fp32, negative.
+        B, C: ``(T, G, N)``.
+        D, dt_bias: ``(H,)``.
+        ssm_state: ``(slots, H, P, N)``, any strides. **Mutated**: the destination slots.
+        query_start_loc: ``(R + 1,)`` int32; a row of length 0 is padding.
+        src_slots: ``(R, 1 + k)`` int; a row whose chosen source is null is skipped.
+        dst_slots: ``(R, 1 + k)`` int; null destinations keep nothing.
+        num_accepted_tokens: ``(R,)`` int in ``1 .. 1 + k``; None means 1 everywhere.
+        dt_limit: clamp on dt after softplus (``time_step_limit`` of a model's config).
+        backend: force an implementation; None chooses by device.
+
+    Returns:
+        ``(T, H, P)`` in the dtype of ``x``; skipped rows are 0.
+    """
+    choose_backend(x, backend)
+    return _selective_state_update_torch(
+        x, dt, A, B, C, D, dt_bias, ssm_state, query_start_loc, src_slots, dst_slots,
+        num_accepted_tokens, dt_limit,
+    )  # fmt: skip
+
+
+def _selective_state_update_torch(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    dt_bias: torch.Tensor,
+    ssm_state: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    src_slots: torch.Tensor,
+    dst_slots: torch.Tensor,
+    num_accepted_tokens: torch.Tensor | None,
+    dt_limit: tuple[float, float],
+) -> torch.Tensor:
+    num_heads, head_dim = x.shape[1:]
+    groups, state_size = B.shape[1:]
+    starts, lengths = query_start_loc[:-1].long(), query_start_loc.diff()
+    num_rows, max_query_len = src_slots.shape
+
+    if num_accepted_tokens is None:
+        src = src_slots[:, 0].long()
+    else:
+        src = src_slots.gather(1, num_accepted_tokens.long()[:, None] - 1)[:, 0].long()
+    live = (src != 0) & (lengths > 0)  # (R,)
+    state = ssm_state[torch.where(live, src, 0)].float()  # (R, H, P, N), a copy
+    state = state.view(num_rows * num_heads, head_dim, state_size)
+    out = torch.zeros_like(x)
+
+    for i in range(max_query_len):  # 1 + k turns, the same for every batch
+        token = (starts + i).clamp(max=max(x.shape[0] - 1, 0))  # (R,)
+        valid = live & (i < lengths)
+        x_i = x[token].float()  # (R, H, P)
+        dt_i = F.softplus(dt[token].float() + dt_bias.float()).clamp(*dt_limit)  # (R, H)
+        B_i, C_i = (
+            bc[token].float().repeat_interleave(num_heads // groups, 1, output_size=num_heads)
+            for bc in (B, C)
+        )  # (R, H, N): head h gets group h // (H / G)
+
+        decay = torch.exp(dt_i * A.float())
+        state.mul_(decay.reshape(-1, 1, 1))
+        state.baddbmm_((dt_i[..., None] * x_i).reshape(-1, head_dim, 1), B_i.reshape(-1, 1, state_size))
+        y_i = torch.bmm(state, C_i.reshape(-1, state_size, 1)).view_as(x_i) + D.float()[:, None] * x_i
+
+        y_i = torch.where(valid[:, None, None], y_i, 0).to(x.dtype)
+        out.index_add_(0, token, y_i)  # masked rows add an exact 0
+        # A row that keeps nothing writes the null slot's content back to the null slot.
+        dst = torch.where(valid, dst_slots[:, i], 0).long()
+        kept = (dst != 0)[:, None, None, None]
+        new_state = state.view(num_rows, num_heads, head_dim, state_size).to(ssm_state.dtype)
+        ssm_state[dst] = torch.where(kept, new_state, ssm_state[0])
+    return out

@@ -1,0 +1,235 @@
+"""The engine: a door, a loop, and what comes out.
+
+    engine = Engine(load_model("wordmath"), EngineConfig())
+    outputs = engine.generate(["Q: Ann has 12 apples. ...\\nA:"], SamplingParams(max_tokens=64))
+
+Requests are checked at the door and refused there, with the numbers, if they can never be served.
+Then each step asks the scheduler who computes what, lets the model runner compute it, and hands every
+sampled token back. Requests come and go between steps (*continuous batching*); none of them can tell
+whether it is alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from tqdm import tqdm
+
+from mamba_teach import events
+from mamba_teach.cache.groups import make_groups
+from mamba_teach.cache.manager import CacheManager
+from mamba_teach.cache.specs import make_layer_specs
+from mamba_teach.config import EngineConfig
+from mamba_teach.model.hybrid import HybridModel
+from mamba_teach.request import Request, RequestOutput, RequestRefused, SamplingParams, Status
+from mamba_teach.runner.model_runner import ModelRunner
+from mamba_teach.scheduler import Scheduler
+from mamba_teach.summary import EngineSummary
+
+
+class Engine:
+    """Serves requests with one model.
+
+    Attributes:
+        model, config: as given, the model moved to the device and dtype of the config.
+        events: the log of everything that happened, see :mod:`mamba_teach.events`.
+        num_steps: steps run so far.
+    """
+
+    def __init__(self, model: HybridModel, config: EngineConfig | None = None) -> None:
+        self.config = config = config or EngineConfig()
+        self.device = resolve_device(config.device)
+        self.model = model.to(self.device, getattr(torch, config.dtype)).eval()
+        self.tokenizer = model.tokenizer
+        groups = make_groups(make_layer_specs(model.config, config))
+        self.cache = CacheManager(groups, self._num_blocks(groups))
+        self.events: list[events.Event] = []
+        self.num_steps = 0
+        self._requests: dict[str, Request] = {}
+        self._num_arrivals = 0
+        self._scheduler = Scheduler(config, self.cache, self.events.append)
+        self._runner = ModelRunner(self.model, config, groups, self.cache.pool.num_blocks)
+        block_size = min(group.spec.block_size for group in groups)
+        self.events.append(
+            events.EngineStarted(
+                self.cache.pool.num_blocks, tuple(group.name for group in groups), block_size
+            )
+        )
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Serve prompts to the end; outputs come in the order of the prompts.
+
+        Args:
+            prompts: texts, or lists of token ids.
+            params: one for all, or one per prompt.
+            progress: show a progress bar.
+
+        Raises:
+            RequestRefused: a prompt cannot be served. Then none has been started.
+            RuntimeError: requests from :meth:`add_request` are still running; their outputs belong
+                to whoever steps the engine.
+        """
+        if self.has_unfinished_requests():
+            raise RuntimeError(
+                f"generate() with {len(self._requests)} unfinished requests of add_request(): step "
+                f"the engine until they are done, or add these prompts with add_request() too"
+            )
+        if not isinstance(params, Sequence):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(params)} SamplingParams")
+        checked = []
+        for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                checked.append((self._checked_prompt(prompt, p), p))
+            except RequestRefused as refusal:
+                raise RequestRefused(f"prompt {i}: {refusal}") from None
+        ids = [self._enqueue(tokens, p) for tokens, p in checked]
+        finished: dict[str, RequestOutput] = {}
+        with tqdm(total=len(ids), desc="serving", unit="request", disable=not progress) as bar:
+            while self.has_unfinished_requests():
+                for output in self.step():
+                    if output.finish_reason is not None:
+                        finished[output.request_id] = output
+                        bar.update()
+        return [finished[request_id] for request_id in ids]
+
+    def add_request(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None
+    ) -> str:
+        """Queue a prompt for the coming steps; returns its request id.
+
+        Raises:
+            RequestRefused: it cannot be served; nothing has changed.
+        """
+        params = params or SamplingParams()
+        return self._enqueue(self._checked_prompt(prompt, params), params)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; returns what every request that sampled a token has so far.
+
+        If the step fails half-way, the error is raised and nothing is lost: its requests go back to
+        the queue and are computed again by the next step.
+        """
+        if not self.has_unfinished_requests():
+            return []
+        self.events.append(events.StepStarted(self.num_steps))
+        schedule = self._scheduler.schedule()
+        try:
+            sampled = self._runner.execute(schedule)
+        except BaseException:
+            self._scheduler.discard(schedule)
+            raise
+        self.num_steps += 1
+        outputs = []
+        for row, token in zip(schedule.rows, sampled, strict=True):
+            reason = None if token is None else self._finish_reason(row.request, token)
+            self._scheduler.commit(row, token, reason)
+            if token is not None:
+                outputs.append(self._output(row.request))
+            if reason is not None:
+                del self._requests[row.request.request_id]
+        return outputs
+
+    def abort(self, request_id: str) -> None:
+        """End a request now, in whatever state it is; unknown or finished ids are ignored."""
+        if (request := self._requests.pop(request_id, None)) is not None:
+            self._scheduler.finish(request, "abort")
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._requests)
+
+    def summary(self) -> EngineSummary:
+        """What was asked for, what it became, and why. Prints as a table."""
+        return EngineSummary.of(self.model.config, self.config, self.cache, self.device.type)
+
+    def _num_blocks(self, groups: tuple) -> int:
+        if self.config.num_blocks is not None:
+            return self.config.num_blocks
+        per_request = sum(g.spec.blocks_for(self.config.max_model_len) for g in groups)
+        return 1 + self.config.max_num_seqs * per_request
+
+    def _enqueue(self, token_ids: tuple[int, ...], params: SamplingParams) -> str:
+        arrival = self._num_arrivals
+        self._num_arrivals += 1
+        seed = arrival if params.seed is None else params.seed
+        request = Request(f"r{arrival}", token_ids, params, arrival, seed)
+        self._requests[request.request_id] = request
+        self._scheduler.add(request)
+        return request.request_id
+
+    def _checked_prompt(
+        self, prompt: str | Sequence[int], params: SamplingParams
+    ) -> tuple[int, ...]:
+        """Token ids of a prompt that can be served; raises RequestRefused otherwise."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestRefused("the model has no tokenizer: pass token ids instead of text")
+            token_ids = tuple(self.tokenizer.encode(prompt).ids)
+        else:
+            token_ids = tuple(prompt)
+        if not token_ids:
+            raise RequestRefused("the prompt is empty: at least 1 token is needed")
+        vocab = self.model.config.vocab_size
+        for i, token in enumerate(token_ids):
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
+                raise RequestRefused(
+                    f"token {token!r} at position {i} is unknown: ids are integers from 0 to {vocab - 1}"
+                )
+        longest = self.config.max_model_len
+        if len(token_ids) >= longest:
+            raise RequestRefused(
+                f"the prompt has {len(token_ids)} tokens; max_model_len={longest} leaves room for "
+                f"at most {longest - 1} and one generated token"
+            )
+        # The last token is sampled and never computed: it needs no place.
+        most = min(len(token_ids) + params.max_tokens, longest) - 1
+        needed, usable = self.cache.blocks_for(most), self.cache.pool.num_blocks - 1
+        if needed > usable:
+            raise RequestRefused(
+                f"the request may grow to {most} computed tokens and needs {needed} blocks; the pool "
+                f"has {usable}"
+            )
+        return token_ids
+
+    def _finish_reason(self, request: Request, token: int) -> str | None:
+        """Whether this new token is the last, and why."""
+        if token in self.model.config.eos_token_ids and not request.params.ignore_eos:
+            return "stop"
+        total = request.num_tokens + 1
+        sampled = len(request.output_token_ids) + 1
+        if sampled >= request.params.max_tokens or total >= self.config.max_model_len:
+            return "length"
+        return None
+
+    def _output(self, request: Request) -> RequestOutput:
+        text = "" if self.tokenizer is None else self.tokenizer.decode(request.output_token_ids)
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            token_ids=tuple(request.output_token_ids),
+            text=text,
+            finish_reason=request.finish_reason if request.status is Status.FINISHED else None,
+            num_cached_tokens=request.num_cached_tokens,
+            num_preemptions=request.num_preemptions,
+        )
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of a config; "auto" is cuda where there is one.
+
+    Raises:
+        ValueError: cuda is asked for and there is none.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device={name!r}: torch sees no CUDA device; use 'cpu' or 'auto'")
+    return torch.device(name)

@@ -1,0 +1,60 @@
+"""Pages: raw bytes, seen as keys and values by one layer and as a state by another.
+
+The pool hands out block ids without asking what for. That works because memory is laid out by
+position, not by layer: every position has one raw buffer of ``num_blocks`` equal pages, and each layer
+at that position, whatever its kind, looks at the same bytes through tensors of its own shape::
+
+    raw buffer 0   | page 0 (null) | page 1        | page 2          | page 3 ...
+    layer 0 (M)    |               | conv | ssm |//|                 |
+    layer 2 (*)    |               |               | keys | values   |
+
+A view's slot stride is the page, larger than the tensor itself, so every kernel takes strided pools.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mamba_teach.cache.groups import CacheGroup
+from mamba_teach.cache.specs import LayerSpec
+from mamba_teach.model.metadata import AttentionCache, LayerCache, MambaCache
+
+
+def allocate_pages(
+    groups: tuple[CacheGroup, ...], num_layers: int, num_blocks: int, device: torch.device
+) -> list[LayerCache]:
+    """Allocate one raw buffer per position and give every layer its views of it.
+
+    Args:
+        groups: which layers there are, and at which positions.
+        num_layers: of the model; layers that keep nothing get None.
+        num_blocks: pages per buffer, the null page included.
+
+    Returns:
+        One cache per layer, in layer order, zero-filled.
+    """
+    page_size = groups[0].spec.page_size_bytes
+    positions = max(len(group.layers) for group in groups)
+    raw = [
+        torch.zeros(num_blocks, page_size, dtype=torch.uint8, device=device)
+        for _ in range(positions)
+    ]
+    caches: list[LayerCache] = [None] * num_layers
+    for group in groups:
+        for position, layer in enumerate(group.layers):
+            first, second = page_views(raw[position], group.spec)
+            cache = MambaCache if group.spec.kind == "mamba" else AttentionCache
+            caches[layer] = cache(first, second)
+    return caches
+
+
+def page_views(raw: torch.Tensor, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two tensors of a spec over ``raw (num_blocks, page bytes) uint8``; no copy."""
+    views, offset = [], 0
+    for tensor in spec.tensors:
+        dtype = getattr(torch, tensor.dtype)
+        flat = raw[:, offset : offset + tensor.num_bytes].view(dtype)  # (blocks, numel + alignment)
+        numel = torch.Size(tensor.shape).numel()
+        views.append(flat[:, :numel].unflatten(1, tensor.shape))
+        offset += tensor.num_bytes
+    return views[0], views[1]
