@@ -1,19 +1,127 @@
-"""Settings of the engine, checked when they are made.
+"""Settings, checked when they are made: what a model is made of, and how an engine serves it.
 
 A setting that cannot work is refused here, with its value and what would do, before a model is
 loaded or a byte of cache is allocated. This module imports no torch: a configuration can be made,
 compared and printed anywhere.
+
+Models are described in the vocabulary of Nemotron-H (``NemotronHForCausalLM`` in transformers), where
+a pattern string says what each layer is: ``M`` a Mamba2 mixer, ``*`` attention, ``-`` an MLP. A pure
+Mamba2 model is the pattern ``"MMMM"``.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from mamba_teach.model.config import ModelConfig
-
-__all__ = ["EngineConfig", "ModelConfig"]
-
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+LAYER_KINDS = {"M": "Mamba2 mixer", "*": "attention", "-": "MLP"}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of a hybrid model. Letters in brackets are the papers'.
+
+    Attributes:
+        pattern: one character per layer, see :data:`LAYER_KINDS`.
+        mamba_num_heads: (H) heads of a Mamba2 mixer.
+        mamba_head_dim: (P) channels per head; the mixer's inner width is ``H * P``.
+        ssm_state_size: (N) state entries per channel.
+        n_groups: (G) groups of heads that share B and C, and groups of the gated norm.
+        conv_kernel: (W) width of the causal convolution.
+        chunk_size: (Q) tokens per SSD chunk; a cost setting.
+        time_step_limit: clamp on dt after softplus. Not to be confused with the configs'
+            ``time_step_min`` and ``time_step_max``, which only shape the initialisation.
+        num_key_value_heads: attention heads that own keys and values (GQA).
+        mtp_pattern: layers of the multi-token-prediction head, ``""`` for none.
+        eos_token_ids: generation stops at any of these; empty never stops.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    pattern: str
+    mamba_num_heads: int
+    mamba_head_dim: int
+    ssm_state_size: int
+    n_groups: int = 1
+    conv_kernel: int = 4
+    chunk_size: int = 128
+    time_step_limit: tuple[float, float] = (0.0, math.inf)
+    use_conv_bias: bool = True
+    use_bias: bool = False
+    num_attention_heads: int = 1
+    num_key_value_heads: int = 1
+    head_dim: int = 1
+    intermediate_size: int = 1
+    mlp_bias: bool = False
+    layer_norm_epsilon: float = 1e-5
+    tie_word_embeddings: bool = False
+    mtp_pattern: str = ""
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, pattern in (("pattern", self.pattern), ("mtp_pattern", self.mtp_pattern)):
+            for i, kind in enumerate(pattern):
+                if kind == "E":
+                    raise ValueError(
+                        f"{name}={pattern!r}: layer {i} is 'E', a mixture of experts, which is not "
+                        f"supported; supported are {_kinds()}"
+                    )
+                if kind not in LAYER_KINDS:
+                    raise ValueError(f"{name}={pattern!r}: layer {i} is {kind!r}; known are {_kinds()}")
+        if not self.pattern:
+            raise ValueError("pattern='': a model has at least one layer")
+        if "M" in self.mtp_pattern:
+            raise ValueError(
+                f"mtp_pattern={self.mtp_pattern!r}: a drafter with a Mamba state of its own is not "
+                f"supported; use '*' and '-'"
+            )
+        for name in _POSITIVE:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.mamba_num_heads % self.n_groups:
+            raise ValueError(
+                f"n_groups={self.n_groups} must divide mamba_num_heads={self.mamba_num_heads}"
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads={self.num_key_value_heads} must divide "
+                f"num_attention_heads={self.num_attention_heads}"
+            )
+        low, high = self.time_step_limit
+        if not 0.0 <= low < high:
+            raise ValueError(f"time_step_limit={self.time_step_limit}: needs 0 <= lower < upper")
+
+    @property
+    def d_inner(self) -> int:
+        """Inner width of a mixer, ``H * P`` (and not ``expand * hidden_size``)."""
+        return self.mamba_num_heads * self.mamba_head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the convolution: x, B and C side by side."""
+        return self.d_inner + 2 * self.n_groups * self.ssm_state_size
+
+    @property
+    def norm_group_size(self) -> int:
+        """Channels that share one mean square in the gated norm."""
+        return self.d_inner // self.n_groups
+
+    def layers_of_kind(self, kind: str) -> list[int]:
+        """Indices of the layers of a kind, the MTP head's behind the trunk's."""
+        return [i for i, k in enumerate(self.pattern + self.mtp_pattern) if k == kind]
+
+
+_POSITIVE = (
+    "vocab_size", "hidden_size", "mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups",
+    "conv_kernel", "chunk_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size",
+)  # fmt: skip
+
+
+def _kinds() -> str:
+    return ", ".join(f"{k!r} ({name})" for k, name in LAYER_KINDS.items())
 
 
 @dataclass(frozen=True)

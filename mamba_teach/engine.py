@@ -32,7 +32,10 @@ class Engine:
     """Serves requests with one model.
 
     Attributes:
-        model, config: as given, the model moved to the device and dtype of the config.
+        model, config: as given; the model is moved to the device and dtype of the config.
+        cache: who owns which block.
+        scheduler: the queues.
+        runner: the memory, and what runs on it.
         events: the log of everything that happened, see :mod:`mamba_teach.events`.
         num_steps: steps run so far.
     """
@@ -40,7 +43,7 @@ class Engine:
     def __init__(self, model: HybridModel, config: EngineConfig | None = None) -> None:
         self.config = config = config or EngineConfig()
         self.device = resolve_device(config.device)
-        self.model = model.to(self.device, getattr(torch, config.dtype)).eval()
+        self.model = model.place(self.device, getattr(torch, config.dtype))
         self.tokenizer = model.tokenizer
         groups = make_groups(make_layer_specs(model.config, config))
         self.cache = CacheManager(groups, self._num_blocks(groups))
@@ -48,8 +51,8 @@ class Engine:
         self.num_steps = 0
         self._requests: dict[str, Request] = {}
         self._num_arrivals = 0
-        self._scheduler = Scheduler(config, self.cache, self.events.append)
-        self._runner = ModelRunner(self.model, config, groups, self.cache.pool.num_blocks)
+        self.scheduler = Scheduler(config, self.cache, self.events.append)
+        self.runner = ModelRunner(self.model, config, groups, self.cache.pool.num_blocks)
         block_size = min(group.spec.block_size for group in groups)
         self.events.append(
             events.EngineStarted(
@@ -121,17 +124,17 @@ class Engine:
         if not self.has_unfinished_requests():
             return []
         self.events.append(events.StepStarted(self.num_steps))
-        schedule = self._scheduler.schedule()
+        schedule = self.scheduler.schedule()
         try:
-            sampled = self._runner.execute(schedule)
+            sampled = self.runner.execute(schedule)
         except BaseException:
-            self._scheduler.discard(schedule)
+            self.scheduler.discard(schedule)
             raise
         self.num_steps += 1
         outputs = []
         for row, token in zip(schedule.rows, sampled, strict=True):
             reason = None if token is None else self._finish_reason(row.request, token)
-            self._scheduler.commit(row, token, reason)
+            self.scheduler.commit(row, token, reason)
             if token is not None:
                 outputs.append(self._output(row.request))
             if reason is not None:
@@ -141,7 +144,7 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request now, in whatever state it is; unknown or finished ids are ignored."""
         if (request := self._requests.pop(request_id, None)) is not None:
-            self._scheduler.finish(request, "abort")
+            self.scheduler.finish(request, "abort")
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests)
@@ -162,7 +165,7 @@ class Engine:
         seed = arrival if params.seed is None else params.seed
         request = Request(f"r{arrival}", token_ids, params, arrival, seed)
         self._requests[request.request_id] = request
-        self._scheduler.add(request)
+        self.scheduler.add(request)
         return request.request_id
 
     def _checked_prompt(

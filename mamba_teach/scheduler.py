@@ -135,12 +135,22 @@ class Scheduler:
         self._free(request)
         self._emit(events.RequestFinished(request.request_id, reason))
 
+    def preempt(self, request: Request) -> None:
+        """Take a running request's blocks away and put it first in the queue; it starts again."""
+        self.running.remove(request)
+        self.waiting.appendleft(request)
+        request.status = Status.WAITING
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self._free(request)
+        self._emit(events.RequestPreempted(request.request_id))
+
     def discard(self, schedule: Schedule) -> None:
         """Take back a step that failed half-way: its rows may have half-written states, so they
         give up their blocks and are computed again."""
         for row in reversed(schedule.rows):
             if row.request.status is Status.RUNNING:
-                self._preempt(row.request)
+                self.preempt(row.request)
 
     def _tokens_for(self, request: Request, rows: list[ScheduledRow]) -> int:
         """What the request would compute next, as far as the step's budget goes."""
@@ -161,7 +171,7 @@ class Scheduler:
         """
         while not self._allocate(request, num_tokens):
             victim = self.running[-1]
-            self._preempt(victim)
+            self.preempt(victim)
             rows[:] = [row for row in rows if row.request is not victim]
             if victim is request:
                 return False
@@ -177,15 +187,6 @@ class Scheduler:
             if block_ids:
                 self._emit(events.BlocksAllocated(request.request_id, group, tuple(block_ids)))
         return True
-
-    def _preempt(self, request: Request) -> None:
-        self.running.remove(request)
-        self.waiting.appendleft(request)
-        request.status = Status.WAITING
-        request.num_computed_tokens = 0
-        request.num_preemptions += 1
-        self._free(request)
-        self._emit(events.RequestPreempted(request.request_id))
 
     def _free(self, request: Request) -> None:
         self._new_blocks.pop(request.request_id, None)

@@ -10,6 +10,7 @@ Slot 0 is the null slot. It is never read and never written, so padding can poin
 from mamba_kernels.chunk_layout import ChunkLayout, build_chunk_layout
 from mamba_kernels.chunk_scan import mamba_chunk_scan
 from mamba_kernels.conv1d import causal_conv1d_fn, causal_conv1d_update
+from mamba_kernels.copy_states import copy_states
 from mamba_kernels.gated_norm import rms_norm_gated
 from mamba_kernels.state_update import selective_state_update
 
@@ -21,6 +22,7 @@ __all__ = [
     "build_chunk_layout",
     "causal_conv1d_fn",
     "causal_conv1d_update",
+    "copy_states",
     "mamba_chunk_scan",
     "rms_norm_gated",
     "selective_state_update",

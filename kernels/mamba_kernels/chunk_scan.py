@@ -1,14 +1,14 @@
 """The SSD scan: Mamba2's recurrence over whole prompts, as matrix multiplications.
 
-Token by token the recurrence is ``h = exp(dt A) h + dt x (outer) B``, ``y = h . C + D x``: a chain of
-tiny steps. The state space duality of Mamba2 (paper, section 6 and listing 1) cuts the tokens into
-chunks and does almost everything with matrix products. Write ``s_i`` for the cumulative sum of
+Token by token the recurrence is ``h = exp(dt A) h + dt x (outer) B``, ``y = h . C + D x``: a chain
+of tiny steps. The state space duality of Mamba2 (paper, section 6 and listing 1) cuts the tokens
+into chunks and does almost everything with matrix products. Write ``s_i`` for the cumulative sum of
 ``dt A`` inside a chunk; then
 
-1. *inside a chunk*, token ``j`` reaches token ``i >= j`` with weight ``exp(s_i - s_j) dt_j (C_i . B_j)``:
-   a masked attention without softmax;
-2. a chunk adds ``sum_j exp(s_last - s_j) dt_j x_j (outer) B_j`` to the state and multiplies what came
-   before by ``exp(s_last)``: its *chunk state* and *chunk decay*;
+1. *inside a chunk*, token ``j`` reaches token ``i >= j`` with weight
+   ``exp(s_i - s_j) dt_j (C_i . B_j)``: a masked attention without softmax;
+2. a chunk adds ``sum_j exp(s_last - s_j) dt_j x_j (outer) B_j`` to the state and multiplies what
+   came before by ``exp(s_last)``: its *chunk state* and *chunk decay*;
 3. *between chunks* the recurrence runs once per chunk instead of once per token;
 4. the state before a chunk reaches its token ``i`` with weight ``exp(s_i)``.
 
@@ -16,8 +16,19 @@ What a serving engine adds, and this function does in one call: many sequences o
 packed batch, each starting from a state in the paged cache (or from zero), each leaving its final
 state in the cache, and the state at any number of *checkpoints* on the way.
 
-Decays are exponentials of differences that are at most 0 in exact arithmetic; rounding can push one
-above (a parallel sum over large ``|A|``), so every difference is clamped to 0 first.
+**Exponents.** A decay is the exponential of a difference of two cumulative sums. Three guards, each
+against a fault that people have met:
+
+* rounding can push a difference above 0, and the exponential of a large one is Inf: every exponent
+  is clamped to 0 first;
+* after one strongly forgetting token (``dt A = -1e9``) a float32 sum no longer notices ``-0.01``,
+  and the decays behind it are noise. Below :data:`FORGETS` a decay is 0 in float32 anyway, so steps
+  are clamped there, and
+* even so a sum over 256 tokens may reach -27000, where neighbouring float32 numbers are 0.002
+  apart. So sums are taken in float64 and kept as *two* float32 numbers, ``hi + lo``: the difference
+  ``(hi_i - hi_j) + (lo_i - lo_j)`` costs two more additions and is right to 1e-7.
+
+The twin is here; the kernels are in :mod:`mamba_kernels.chunk_scan_triton`.
 """
 
 from __future__ import annotations
@@ -27,8 +38,21 @@ import math
 import torch
 import torch.nn.functional as F
 
+from mamba_kernels import chunk_scan_launch as kernels
 from mamba_kernels.backend import choose_backend
+from mamba_kernels.checks import (
+    INT_DTYPES,
+    check_checkpoints,
+    check_query_start_loc,
+    check_slots,
+    check_tensor,
+)
 from mamba_kernels.chunk_layout import ChunkLayout, build_chunk_layout
+
+# exp(-104) is below half of the smallest positive float32: a token that decays more forgets all.
+FORGETS = -104.0
+# The third side of a CUDA grid is 16 bits.
+MAX_CHUNKS = 65535
 
 
 def mamba_chunk_scan(
@@ -64,33 +88,166 @@ def mamba_chunk_scan(
         query_start_loc: ``(R + 1,)`` int32.
         num_computed_tokens: ``(R,)`` int, tokens already in the state; places the chunk grid.
         chunk_size: tokens per chunk, any positive number; changes cost and rounding, nothing else.
-        src_slots: ``(R,)`` int, the initial state's slot; read only if ``has_initial_state``.
+        src_slots: ``(R,)`` int, the initial state's slot; read only if ``has_initial_state``. Null
+            (0 or below) starts from zero.
         dst_slots: ``(R,)`` int, where the final state goes; null (0) keeps nothing.
         has_initial_state: ``(R,)`` bool; False starts from zero whatever the slot holds.
-        checkpoints: ``(C, 3)`` int rows *(sequence, end position in its query, slot)* or None.
+        checkpoints: ``(C, 3)`` int rows *(sequence, end position in its query, slot)* or None; a
+            place may be named again with another slot, and a null slot keeps nothing.
         dt_limit: clamp on dt after softplus.
-        layout: the result of :func:`build_chunk_layout` for these arguments, if already at hand
-            (it is the same for every layer of a step).
+        layout: the result of :func:`build_chunk_layout` for these arguments on the device of ``x``
+            (it is the same for every layer of a step). None builds it here, which on a GPU waits.
         backend: force an implementation; None chooses by device.
 
     Returns:
-        ``(T, H, P)`` in the dtype of ``x``; padding rows are 0. Sequences without tokens touch nothing.
+        ``(T, H, P)`` in the dtype of ``x``; padding rows are 0. Sequences without tokens touch
+        nothing.
     """
-    choose_backend(x, backend)
+    _check(x, dt, A, B, C, D, dt_bias, ssm_state, query_start_loc, num_computed_tokens, src_slots,
+           dst_slots, has_initial_state, checkpoints, dt_limit)  # fmt: skip
+    backend = choose_backend(x, backend)
     if layout is None:
-        layout = build_chunk_layout(query_start_loc, num_computed_tokens, chunk_size, checkpoints)
+        on_host = None if checkpoints is None else checkpoints.cpu()
+        layout = build_chunk_layout(
+            query_start_loc.cpu(), num_computed_tokens.cpu(), chunk_size, on_host
+        ).to(x.device)
+    _check_layout(layout, chunk_size, x, dst_slots, checkpoints)
     if layout.num_chunks == 0:
-        return torch.zeros_like(x)
-    checkpoint_slots = None if checkpoints is None else checkpoints[:, 2].long()
+        return torch.zeros_like(x, memory_format=torch.contiguous_format)
+    if backend == "triton":
+        between = kernels.launch_chunk_state(x, dt, A, B, dt_bias, layout, dt_limit, FORGETS)
+        kernels.launch_pass_states(
+            between, ssm_state, layout, src_slots, dst_slots, has_initial_state, checkpoints
+        )
+        return kernels.launch_chunk_scan(x, B, C, D, between, layout)
     return _mamba_chunk_scan_torch(
         x, dt, A, B, C, D, dt_bias, ssm_state, layout, src_slots.long(), dst_slots.long(),
-        has_initial_state, checkpoint_slots, dt_limit,
+        has_initial_state, checkpoints, dt_limit,
     )  # fmt: skip
 
 
-def decay_between(later: torch.Tensor, earlier: torch.Tensor) -> torch.Tensor:
-    """``exp(later - earlier)`` of cumulative log-decays, never above 1."""
-    return torch.exp((later - earlier).clamp(max=0.0))
+def _check(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    dt_bias: torch.Tensor,
+    ssm_state: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_computed_tokens: torch.Tensor,
+    src_slots: torch.Tensor,
+    dst_slots: torch.Tensor,
+    has_initial_state: torch.Tensor,
+    checkpoints: torch.Tensor | None,
+    dt_limit: tuple[float, float],
+) -> None:
+    check_tensor("x", x, (None, None, None))
+    num_tokens, num_heads, head_dim = x.shape
+    check_tensor("dt", dt, (num_tokens, num_heads), like=x)
+    check_tensor("B", B, (num_tokens, None, None), like=x)
+    check_tensor("C", C, B.shape, like=x)
+    for name, per_head in (("A", A), ("D", D), ("dt_bias", dt_bias)):
+        check_tensor(name, per_head, (num_heads,), like=x, unit_stride=True)
+    if B.shape[1] < 1 or num_heads % B.shape[1]:
+        raise ValueError(f"B has {B.shape[1]} groups; they must divide the {num_heads} heads of x")
+    check_tensor("ssm_state", ssm_state, (None, num_heads, head_dim, B.shape[2]), like=x)
+    num_seqs = check_query_start_loc(query_start_loc, x)
+    check_tensor("num_computed_tokens", num_computed_tokens, (num_seqs,), dtypes=INT_DTYPES)
+    check_slots("src_slots", src_slots, (num_seqs,), ssm_state)
+    check_slots("dst_slots", dst_slots, (num_seqs,), ssm_state)
+    check_tensor("has_initial_state", has_initial_state, (num_seqs,), dtypes=(torch.bool,), like=x,
+                 unit_stride=True)  # fmt: skip
+    if checkpoints is not None:
+        check_checkpoints(checkpoints, query_start_loc, ssm_state)
+    if not 0.0 <= dt_limit[0] <= dt_limit[1]:
+        raise ValueError(f"dt_limit={dt_limit}; expected 0 <= lower <= upper (upper may be inf)")
+
+
+def _check_layout(
+    layout: ChunkLayout,
+    chunk_size: int,
+    x: torch.Tensor,
+    dst_slots: torch.Tensor,
+    checkpoints: torch.Tensor | None,
+) -> None:
+    """A layout of another step would have kernels read beyond their tensors."""
+    num_checkpoints = 0 if checkpoints is None else checkpoints.shape[0]
+    for what, has, wants in (
+        ("chunk_size", layout.chunk_size, chunk_size),
+        ("sequences", layout.num_seqs, dst_slots.numel()),
+        ("checkpoints", layout.checkpoint_order.numel(), num_checkpoints),
+        ("device", layout.seq_idx.device, x.device),
+    ):
+        if has != wants:
+            raise ValueError(f"layout was built for {what} = {has}; this call has {wants}")
+    if layout.num_tokens > x.shape[0]:
+        raise ValueError(f"layout has {layout.num_tokens} tokens; x has only {x.shape[0]} rows")
+    if layout.num_chunks > MAX_CHUNKS:
+        raise ValueError(
+            f"layout has {layout.num_chunks} chunks; at most {MAX_CHUNKS} can be launched at once "
+            f"(chunk_size={chunk_size} is small for {layout.num_tokens} tokens)"
+        )
+
+
+# ---------------------------------------------------------------------------------------------
+# torch twin
+# ---------------------------------------------------------------------------------------------
+
+
+def decay(exponent: torch.Tensor) -> torch.Tensor:
+    """``exp`` of what is at most 0 but for rounding; never above 1."""
+    return torch.exp(exponent.clamp(max=0.0))
+
+
+def decay_matrix(cum: torch.Tensor) -> torch.Tensor:
+    """``(..., Q, Q)`` fp32: at ``i, j <= i``, what token ``j`` still weighs at ``i``; above, 0.
+
+    Args:
+        cum: ``(..., Q)`` float64 cumulative log-decays.
+    """
+    hi = cum.float()
+    lo = (cum - hi).detach().float()  # a rounding error is a constant: no gradient
+    exponent = (hi[..., :, None] - hi[..., None, :]) + (lo[..., :, None] - lo[..., None, :])
+    return decay(exponent).tril()
+
+
+def added_states(
+    cum: torch.Tensor, dt: torch.Tensor, x: torch.Tensor, B: torch.Tensor
+) -> torch.Tensor:
+    """What each chunk adds to the state by its end, ``(c, H, P, N)``.
+
+    Args:
+        cum: ``(c, H, Q)`` float64; the last entry is the chunk's.
+        dt: ``(c, H, Q)``; x: ``(c, H, Q, P)``; B: ``(c, G, Q, N)``.
+    """
+    groups = B.shape[1]
+    weight = dt * decay((cum[..., -1:] - cum).float())  # (c, H, Q)
+    weighted_x = (weight[..., None] * x).unflatten(1, (groups, -1))  # (c, G, H/G, Q, P)
+    return (weighted_x.transpose(-1, -2) @ B[:, :, None]).flatten(1, 2)
+
+
+def chunk_outputs(
+    cum: torch.Tensor,
+    dt: torch.Tensor,
+    x: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    before: torch.Tensor,
+) -> torch.Tensor:
+    """What the tokens of each chunk and the state before it give to its tokens, ``(c, H, Q, P)``.
+
+    Args:
+        cum, dt, x, B: as for :func:`added_states`; C like B.
+        before: ``(c, H, P, N)`` the state before each chunk.
+    """
+    groups, per_group = B.shape[1], x.shape[1] // B.shape[1]
+    scores = (C @ B.transpose(-1, -2)).repeat_interleave(per_group, 1)  # (c, H, Q, Q)
+    inside = (scores * decay_matrix(cum) * dt[..., None, :]) @ x
+    before = before.unflatten(1, (groups, per_group))  # (c, G, H/G, P, N)
+    from_state = (C[:, :, None] @ before.transpose(-1, -2)).flatten(1, 2)  # (c, H, Q, P)
+    return inside + from_state * decay(cum.float())[..., None]
 
 
 def _mamba_chunk_scan_torch(
@@ -106,59 +263,43 @@ def _mamba_chunk_scan_torch(
     src_slots: torch.Tensor,
     dst_slots: torch.Tensor,
     has_initial_state: torch.Tensor,
-    checkpoint_slots: torch.Tensor | None,
+    checkpoints: torch.Tensor | None,
     dt_limit: tuple[float, float],
 ) -> torch.Tensor:
-    num_heads, head_dim = x.shape[1:]
-    groups, state_size = B.shape[1:]
-    per_group = num_heads // groups
-
     # Tokens as a rectangle of chunks. Places past the end of a short chunk repeat its last token
     # with dt = 0: decay 1, contribution 0, and never another sequence's (or nobody's) numbers.
     starts, ends = layout.cu_chunk_seqlens[:-1], layout.cu_chunk_seqlens[1:]
-    longest = int((ends - starts).max())
-    place = starts[:, None] + torch.arange(longest, device=x.device)  # (c, Q)
+    place = starts[:, None] + torch.arange(layout.longest_chunk, device=x.device)  # (c, Q)
     valid = place < ends[:, None]
     index = torch.minimum(place, ends[:, None] - 1)
 
     dt = F.softplus(dt.float() + dt_bias.float()).clamp(*dt_limit)  # (T, H)
     dt_c = torch.where(valid[..., None], dt[index], 0).transpose(1, 2)  # (c, H, Q)
-    cum = (dt_c * A.float()[:, None]).cumsum(-1)  # (c, H, Q): s_i
+    steps = (dt_c * A.float()[:, None]).clamp(min=FORGETS)
+    cum = steps.double().cumsum(-1)  # (c, H, Q): s_i
     x_c, B_c, C_c = (  # (c, H, Q, P), (c, G, Q, N), (c, G, Q, N)
         tokens.index_select(0, index.flatten()).unflatten(0, index.shape).float().transpose(1, 2)
         for tokens in (x, B, C)
     )
 
-    # 1. Inside each chunk.
-    scores = (C_c @ B_c.transpose(-1, -2)).repeat_interleave(per_group, 1)  # (c, H, Q, Q)
-    decay = decay_between(cum[..., :, None], cum[..., None, :]).tril()
-    y = (scores * decay * dt_c[..., None, :]) @ x_c  # (c, H, Q, P)
-
-    # 2. What each chunk adds to the state.
-    weight = dt_c * decay_between(cum[..., -1:], cum)  # (c, H, Q)
-    weighted_x = (weight[..., None] * x_c).unflatten(1, (groups, per_group))  # (c, G, H/G, Q, P)
-    chunk_states = (weighted_x.transpose(-1, -2) @ B_c[:, :, None]).flatten(1, 2)  # (c, H, P, N)
-
-    # 3. From chunk to chunk; every sequence at once, one turn per chunk of the longest.
+    # From chunk to chunk; every sequence at once, one turn per chunk of the longest.
     states = _pass_states(
-        chunk_states, torch.exp(cum[..., -1].clamp(max=0.0)), layout,
+        added_states(cum, dt_c, x_c, B_c), decay(cum[..., -1].float()), layout,
         _initial_states(ssm_state, src_slots, has_initial_state),
     )  # fmt: skip
     seq, rank = layout.seq_idx, layout.chunk_rank
-
-    # 4. What the state before each chunk gives to its tokens.
-    before = states[seq, rank].unflatten(1, (groups, per_group))  # (c, G, H/G, P, N)
-    from_state = (C_c[:, :, None] @ before.transpose(-1, -2)).flatten(1, 2)  # (c, H, Q, P)
-    y = y + from_state * torch.exp(cum)[..., None] + D.float()[:, None, None] * x_c
+    y = chunk_outputs(cum, dt_c, x_c, B_c, C_c, states[seq, rank]) + D.float()[:, None, None] * x_c
 
     with torch.no_grad():
         last = layout.last_chunk_indices
-        kept = (dst_slots != 0) & (last >= 0)
+        kept = (dst_slots > 0) & (last >= 0)
         seqs = kept.nonzero()[:, 0]
         ssm_state[dst_slots[kept]] = states[seqs, rank[last[kept]] + 1].to(ssm_state.dtype)
-        if checkpoint_slots is not None and checkpoint_slots.numel():
-            chunk = layout.checkpoint_chunks
-            ssm_state[checkpoint_slots] = states[seq[chunk], rank[chunk] + 1].to(ssm_state.dtype)
+        if checkpoints is not None and checkpoints.numel():
+            slots = checkpoints[:, 2].long()
+            chunk = layout.checkpoint_chunks[slots > 0]
+            after = states[seq[chunk], rank[chunk] + 1]
+            ssm_state[slots[slots > 0]] = after.to(ssm_state.dtype)
 
     out = y.transpose(1, 2)[valid].to(x.dtype)  # chunks are in token order: (tokens, H, P)
     return F.pad(out, (0, 0, 0, 0, 0, x.shape[0] - out.shape[0]))
@@ -168,8 +309,8 @@ def _initial_states(
     ssm_state: torch.Tensor, src_slots: torch.Tensor, has_initial_state: torch.Tensor
 ) -> torch.Tensor:
     """``(R, H, P, N)`` fp32: the cached state, or zeros for a sequence that starts here."""
-    continues = (has_initial_state & (src_slots != 0))[:, None, None, None]
-    return torch.where(continues, ssm_state[src_slots].float(), 0)
+    continues = (has_initial_state & (src_slots > 0))[:, None, None, None]
+    return torch.where(continues, ssm_state[src_slots.clamp(min=0)].float(), 0)
 
 
 def _pass_states(

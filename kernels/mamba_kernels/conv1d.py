@@ -1,9 +1,10 @@
 """Causal depthwise convolution over a paged window cache.
 
-Each channel is filtered over the last ``W`` inputs (``W = 4``), then SiLU. To go on later, a request
-must keep its last ``W - 1`` inputs: the *window*. It is tiny next to the SSM state, and it can do a
-trick that the SSM state cannot: kept a little longer (``W - 1 + k`` inputs), it remembers several
-moments at once, and "undo two tokens" is just reading it from an earlier offset.
+Each channel is filtered over the last ``W`` inputs (``W = 4``), then SiLU. To go on later, a
+request must keep its last ``W - 1`` inputs: the *window*. It is tiny next to the SSM state, and
+it can do a trick that the SSM state cannot: kept a little longer (``W - 1 + k`` inputs), it
+remembers several moments at once, and "undo two tokens" is just reading it from an earlier
+offset.
 
 Two functions, one layout (``conv_state: (slots, W - 1 + k, conv_dim)``):
 
@@ -14,9 +15,12 @@ Two functions, one layout (``conv_state: (slots, W - 1 + k, conv_dim)``):
   ``num_accepted_tokens - 1`` and stores ``history[1:] ++ x``, so the next step can start behind any
   of the tokens of this one.
 
-Windows are formed from *history followed by inputs*, never from the inputs alone: a sequence shorter
-than the window keeps part of its history. Sources: Mamba2 paper (section 7.1); contracts of vLLM's
-``causal_conv1d`` as of pull request 41233.
+Windows are formed from *history followed by inputs*, never from the inputs alone: a sequence
+shorter than the window keeps part of its history. A slot of 0 (null) or below is never an
+address: it is skipped as a source and as a destination.
+
+The Triton kernels are in ``conv1d_prefill_triton.py`` and ``conv1d_update_triton.py``. Sources:
+Mamba2 paper (section 7.1); contracts of vLLM's ``causal_conv1d`` as of pull request 41233.
 """
 
 from __future__ import annotations
@@ -25,6 +29,16 @@ import torch
 import torch.nn.functional as F
 
 from mamba_kernels.backend import choose_backend
+from mamba_kernels.checks import (
+    check_checkpoints,
+    check_num_accepted,
+    check_query_start_loc,
+    check_row_lengths,
+    check_slots,
+    check_tensor,
+)
+from mamba_kernels.conv1d_prefill_triton import causal_conv1d_fn_triton
+from mamba_kernels.conv1d_update_triton import causal_conv1d_update_triton
 
 
 def causal_conv1d_fn(
@@ -60,13 +74,22 @@ def causal_conv1d_fn(
     Returns:
         ``(T, conv_dim)``; padding rows are 0. Sequences without tokens touch nothing.
     """
-    _check_activation(activation)
-    choose_backend(x, backend)
-    y = _causal_conv1d_fn_torch(
+    num_seqs = _check(x, weight, bias, conv_state, activation, query_start_loc)
+    check_slots("src_slots", src_slots, (num_seqs,), conv_state)
+    check_slots("dst_slots", dst_slots, (num_seqs,), conv_state)
+    check_tensor("has_initial_state", has_initial_state, (num_seqs,), dtypes=(torch.bool,), like=x)
+    if checkpoints is not None:
+        check_checkpoints(checkpoints, query_start_loc, conv_state)
+    if x.shape[0] == 0:
+        return torch.zeros_like(x)
+    if choose_backend(x, backend) == "triton":
+        run = causal_conv1d_fn_triton
+    else:
+        run = _causal_conv1d_fn_torch
+    return run(
         x, weight, bias, conv_state, query_start_loc, src_slots, dst_slots,
-        has_initial_state, checkpoints,
+        has_initial_state, checkpoints, activation,
     )  # fmt: skip
-    return F.silu(y) if activation else y
 
 
 def causal_conv1d_update(
@@ -100,17 +123,54 @@ def causal_conv1d_update(
     Returns:
         ``(T, conv_dim)``; skipped rows are 0.
     """
-    _check_activation(activation)
-    choose_backend(x, backend)
-    return _causal_conv1d_update_torch(
+    num_rows = _check(x, weight, bias, conv_state, activation, query_start_loc)
+    check_slots("src_slots", src_slots, (num_rows,), conv_state)
+    check_slots("dst_slots", dst_slots, (num_rows,), conv_state)
+    max_query_len = conv_state.shape[1] - weight.shape[1] + 2  # 1 + k
+    check_row_lengths(query_start_loc, max_query_len)
+    if num_accepted_tokens is not None:
+        check_num_accepted(num_accepted_tokens, num_rows, max_query_len, x)
+    if x.shape[0] == 0 or num_rows == 0:
+        return torch.zeros_like(x)
+    if choose_backend(x, backend) == "triton":
+        run = causal_conv1d_update_triton
+    else:
+        run = _causal_conv1d_update_torch
+    return run(
         x, weight, bias, conv_state, query_start_loc, src_slots, dst_slots,
         num_accepted_tokens, activation,
     )  # fmt: skip
 
 
-def _check_activation(activation: str | None) -> None:
+def _check(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    conv_state: torch.Tensor,
+    activation: str | None,
+    query_start_loc: torch.Tensor,
+) -> int:
+    """What both functions ask of their arguments; returns the number of rows."""
+    check_tensor("x", x, (None, None), unit_stride=True)
+    num_channels = x.shape[1]
+    check_tensor("weight", weight, (num_channels, None), like=x)
+    width = weight.shape[1]
+    if not 2 <= width <= 4 or not weight.is_contiguous():
+        raise ValueError(
+            f"weight has width {width} and strides {weight.stride()}; expected a contiguous "
+            f"(conv_dim, W) with W of 2, 3 or 4"
+        )
+    if bias is not None:
+        check_tensor("bias", bias, (num_channels,), like=x, unit_stride=True)
+    check_tensor("conv_state", conv_state, (None, None, num_channels), like=x, unit_stride=True)
+    if conv_state.shape[1] < width - 1:
+        raise ValueError(
+            f"conv_state keeps {conv_state.shape[1]} inputs; a filter of width {width} needs at "
+            f"least {width - 1}"
+        )
     if activation not in ("silu", None):
-        raise ValueError(f"activation={activation!r}: 'silu' or None")
+        raise ValueError(f"activation={activation!r}; expected 'silu' or None")
+    return check_query_start_loc(query_start_loc, x)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -128,6 +188,7 @@ def _causal_conv1d_fn_torch(
     dst_slots: torch.Tensor,
     has_initial_state: torch.Tensor,
     checkpoints: torch.Tensor | None,
+    activation: str | None,
 ) -> torch.Tensor:
     num_channels, width = weight.shape
     history_len = width - 1
@@ -143,8 +204,8 @@ def _causal_conv1d_fn_torch(
     history_at = starts + history_len * torch.arange(num_seqs, device=x.device)  # (R,)
     window = torch.arange(history_len, device=x.device)
 
-    continues = has_initial_state & (src_slots != 0) & (lengths > 0)
-    history = conv_state[src_slots.long(), :history_len].to(x.dtype)  # (R, W-1, C)
+    continues = has_initial_state & (src_slots > 0) & (lengths > 0)
+    history = conv_state[src_slots.long().clamp(min=0), :history_len].to(x.dtype)  # (R, W-1, C)
     history = torch.where(continues[:, None, None], history, 0)
     extended = x.new_zeros(num_tokens + history_len * num_seqs, num_channels)
     extended = extended.index_copy(0, token_at, x[:num_tokens])
@@ -156,12 +217,15 @@ def _causal_conv1d_fn_torch(
         extended.T[None], weight[:, None].to(x.dtype), bias, groups=num_channels
     )  # (1, C, len(extended) - W + 1): entry e has seen extended[e : e + W]
     y = convolved[0].T[token_at - history_len]
+    if activation:
+        y = F.silu(y)
 
     with torch.no_grad():
         # The window after `end` tokens is extended[history_at + end : ... + W - 1].
-        kept = (dst_slots != 0) & (lengths > 0)
+        kept = (dst_slots > 0) & (lengths > 0)
         rows, slots = history_at[kept] + lengths[kept], dst_slots[kept].long()
         if checkpoints is not None and checkpoints.numel():
+            checkpoints = checkpoints[checkpoints[:, 2] > 0]
             rows = torch.cat([rows, history_at[checkpoints[:, 0].long()] + checkpoints[:, 1]])
             slots = torch.cat([slots, checkpoints[:, 2].long()])
         windows = extended[rows[:, None] + window]  # (kept, W-1, C)
@@ -189,7 +253,7 @@ def _causal_conv1d_update_torch(
     max_query_len = window_len - history_len + 1  # 1 + k
     starts, lengths = query_start_loc[:-1].long(), query_start_loc.diff().long()
 
-    live = (src_slots != 0) & (lengths > 0)  # (R,)
+    live = (src_slots > 0) & (lengths > 0)  # (R,)
     offset = torch.zeros_like(starts) if num_accepted_tokens is None else num_accepted_tokens - 1
     src = torch.where(live, src_slots, 0).long()
     taken = offset.long()[:, None] + torch.arange(history_len, device=x.device)  # (R, W-1)
@@ -201,9 +265,9 @@ def _causal_conv1d_update_torch(
     token = (starts[:, None] + step).clamp(max=max(x.shape[0] - 1, 0))
     extended = torch.cat([history, x[token]], dim=1)  # (R, W-1 + 1+k, C)
 
-    y = sum(extended[:, w : w + max_query_len] * weight[:, w] for w in range(width))
-    if bias is not None:
-        y = y + bias
+    y = extended.new_zeros(()) if bias is None else bias
+    for w in range(width):
+        y = y + extended[:, w : w + max_query_len] * weight[:, w]
     if activation:
         y = F.silu(y)
     y = torch.where(valid[..., None], y, 0)
@@ -212,7 +276,7 @@ def _causal_conv1d_update_torch(
 
     # Stored: history[1:] ++ x, W - 2 + q entries. What lies behind them stays, and so does the null
     # slot: a row that keeps nothing writes back what it found.
-    dst = torch.where(live, dst_slots, 0).long()
+    dst = torch.where(live, dst_slots, 0).long().clamp(min=0)
     entry = torch.arange(window_len, device=x.device)
     written = (entry < (history_len - 1 + lengths)[:, None]) & (dst != 0)[:, None]  # (R, L)
     new_window = extended[:, 1:].to(conv_state.dtype)

@@ -12,8 +12,11 @@ which will be kept. The state cannot be rolled back (``exp(dt * A)`` forgets), s
 picks the right one on the device: ``src_slots[r, num_accepted_tokens[r] - 1]``.
 
 Head ``h`` reads group ``h // (H / G)`` of B and C. State arithmetic is fp32 whatever the pool's
-dtype. Sources: Mamba2 paper (equation 1, scalar A); contracts of vLLM's ``selective_state_update``
-as of pull request 41233.
+dtype. A slot of 0 (null) or below is never an address: as a source it skips the row, as a
+destination it keeps nothing.
+
+The Triton kernel is in :mod:`mamba_kernels.state_update_triton`. Sources: Mamba2 paper (equation 1,
+scalar A); contracts of vLLM's ``selective_state_update`` as of pull request 41233.
 """
 
 from __future__ import annotations
@@ -24,6 +27,14 @@ import torch
 import torch.nn.functional as F
 
 from mamba_kernels.backend import choose_backend
+from mamba_kernels.checks import (
+    check_num_accepted,
+    check_query_start_loc,
+    check_row_lengths,
+    check_slots,
+    check_tensor,
+)
+from mamba_kernels.state_update_triton import selective_state_update_triton
 
 
 def selective_state_update(
@@ -62,11 +73,58 @@ def selective_state_update(
     Returns:
         ``(T, H, P)`` in the dtype of ``x``; skipped rows are 0.
     """
-    choose_backend(x, backend)
-    return _selective_state_update_torch(
+    _check(x, dt, A, B, C, D, dt_bias, ssm_state, query_start_loc, src_slots, dst_slots,
+           num_accepted_tokens, dt_limit)  # fmt: skip
+    if x.shape[0] == 0 or src_slots.shape[0] == 0:
+        return torch.zeros_like(x)
+    if choose_backend(x, backend) == "triton":
+        run = selective_state_update_triton
+    else:
+        run = _selective_state_update_torch
+    return run(
         x, dt, A, B, C, D, dt_bias, ssm_state, query_start_loc, src_slots, dst_slots,
         num_accepted_tokens, dt_limit,
     )  # fmt: skip
+
+
+def _check(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    dt_bias: torch.Tensor,
+    ssm_state: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    src_slots: torch.Tensor,
+    dst_slots: torch.Tensor,
+    num_accepted_tokens: torch.Tensor | None,
+    dt_limit: tuple[float, float],
+) -> None:
+    check_tensor("x", x, (None, None, None))
+    num_tokens, num_heads, head_dim = x.shape
+    check_tensor("dt", dt, (num_tokens, num_heads), like=x)
+    check_tensor("B", B, (num_tokens, None, None), like=x)
+    check_tensor("C", C, B.shape, like=x)
+    for name, per_head in (("A", A), ("D", D), ("dt_bias", dt_bias)):
+        check_tensor(name, per_head, (num_heads,), like=x, unit_stride=True)
+    if B.shape[1] < 1 or num_heads % B.shape[1]:
+        raise ValueError(f"B has {B.shape[1]} groups; they must divide the {num_heads} heads of x")
+    check_tensor("ssm_state", ssm_state, (None, num_heads, head_dim, B.shape[2]), like=x)
+    num_rows = check_query_start_loc(query_start_loc, x)
+    check_slots("src_slots", src_slots, (num_rows, None), ssm_state)
+    check_slots("dst_slots", dst_slots, src_slots.shape, ssm_state)
+    check_row_lengths(query_start_loc, src_slots.shape[1])
+    if num_accepted_tokens is not None:
+        check_num_accepted(num_accepted_tokens, num_rows, src_slots.shape[1], x)
+    if not 0.0 <= dt_limit[0] <= dt_limit[1]:
+        raise ValueError(f"dt_limit={dt_limit}; expected 0 <= lower <= upper (upper may be inf)")
+
+
+# ---------------------------------------------------------------------------------------------
+# torch twin
+# ---------------------------------------------------------------------------------------------
 
 
 def _selective_state_update_torch(
@@ -93,7 +151,7 @@ def _selective_state_update_torch(
         src = src_slots[:, 0].long()
     else:
         src = src_slots.gather(1, num_accepted_tokens.long()[:, None] - 1)[:, 0].long()
-    live = (src != 0) & (lengths > 0)  # (R,)
+    live = (src > 0) & (lengths > 0)  # (R,)
     state = ssm_state[torch.where(live, src, 0)].float()  # (R, H, P, N), a copy
     state = state.view(num_rows * num_heads, head_dim, state_size)
     out = torch.zeros_like(x)
@@ -110,14 +168,16 @@ def _selective_state_update_torch(
 
         decay = torch.exp(dt_i * A.float())
         state.mul_(decay.reshape(-1, 1, 1))
-        state.baddbmm_((dt_i[..., None] * x_i).reshape(-1, head_dim, 1), B_i.reshape(-1, 1, state_size))
-        y_i = torch.bmm(state, C_i.reshape(-1, state_size, 1)).view_as(x_i) + D.float()[:, None] * x_i
+        dt_x = (dt_i[..., None] * x_i).reshape(-1, head_dim, 1)
+        state.baddbmm_(dt_x, B_i.reshape(-1, 1, state_size))
+        y_i = torch.bmm(state, C_i.reshape(-1, state_size, 1)).view_as(x_i)
+        y_i = y_i + D.float()[:, None] * x_i
 
         y_i = torch.where(valid[:, None, None], y_i, 0).to(x.dtype)
         out.index_add_(0, token, y_i)  # masked rows add an exact 0
         # A row that keeps nothing writes the null slot's content back to the null slot.
-        dst = torch.where(valid, dst_slots[:, i], 0).long()
-        kept = (dst != 0)[:, None, None, None]
+        dst = torch.where(valid, dst_slots[:, i], 0).long().clamp(min=0)
+        kept = (dst > 0)[:, None, None, None]
         new_state = state.view(num_rows, num_heads, head_dim, state_size).to(ssm_state.dtype)
         ssm_state[dst] = torch.where(kept, new_state, ssm_state[0])
     return out

@@ -91,9 +91,9 @@ def make_layer_specs(model: ModelConfig, engine: EngineConfig) -> dict[int, Laye
             f"of {state_bytes} bytes; at least {_derived_block_size(model, engine, state_bytes)} "
             f"tokens are needed (None derives them)"
         )
-    mamba = LayerSpec("mamba", engine.max_model_len, state, page)
-    attention = LayerSpec("attention", block_size, (keys, keys), page)
-    return {i: mamba for i in mamba_layers} | {i: attention for i in attention_layers}
+    specs = {i: LayerSpec("mamba", engine.max_model_len, state, page) for i in mamba_layers}
+    specs |= {i: LayerSpec("attention", block_size, (keys, keys), page) for i in attention_layers}
+    return specs
 
 
 def _derived_block_size(model: ModelConfig, engine: EngineConfig, state_bytes: int) -> int:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mamba_teach.model.config import ModelConfig
+from mamba_teach.config import ModelConfig
 from mamba_teach.model.metadata import AttentionCache, AttentionMetadata
 
 

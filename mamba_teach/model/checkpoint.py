@@ -1,47 +1,48 @@
-"""Checkpoints: a folder with ``config.json``, ``model.safetensors`` and, mostly, ``tokenizer.json``.
+"""Checkpoints: a folder with ``config.json``, ``model.safetensors`` and mostly ``tokenizer.json``.
 
 The layout is that of transformers, which loads a folder saved here to the same logits (it has no
 place for the MTP head and leaves ``mtp.*`` out). Folders that come from elsewhere differ in names
 only: the trunk is called ``model``, ``backbone`` or nothing at all, the embedding is singular or
-plural. So loading is renaming, then comparing, then copying, in this order: the shapes in the files'
-headers are held against a model without storage, built from the config on torch's meta device, and a
-checkpoint that does not fit is refused with one error before a large tensor exists.
+plural. So loading is renaming, then comparing, then copying, in this order: the shapes in the
+files' headers are held against a model without storage, built from the config on torch's meta
+device, and a checkpoint that does not fit is refused with one error before a large tensor exists.
 
 One thing looks like a renaming and is none: files hold ``A_log``, and the recurrence wants
-``A = -exp(A_log)``. The parameter stays ``A_log``; :meth:`Mamba2Mixer.negative_rates` computes ``A``.
+``A = -exp(A_log)``. The parameter stays ``A_log``, and the mixer computes ``A`` as it runs.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
+from mamba_teach.config import ModelConfig
 from mamba_teach.model.checkpoint_config import config_from_json, config_to_json
-from mamba_teach.model.config import ModelConfig
-from mamba_teach.model.hybrid import HybridModel
+from mamba_teach.model.checkpoint_tensors import (
+    CheckpointError,
+    compare,
+    read_headers,
+    read_json,
+    read_tensors,
+)
+from mamba_teach.model.hybrid import KEPT_IN_FP32, HybridModel
 from mamba_teach.model.tokenizer import load_tokenizer
 
-SHIPPED = {"wordmath": Path(__file__).parents[1] / "wordmath" / "assets"}
+__all__ = ["SHIPPED", "CheckpointError", "load_model", "save_model"]
 
-FLOAT_TYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names
-KEPT_IN_FP32 = ("A_log", "D", "dt_bias")  # exponentials magnify what 16 bits would round
-LISTED = 10  # tensors that an error names per kind of fault
+SHIPPED = {"wordmath": Path(__file__).parents[1] / "wordmath" / "assets"}
 
 WANTED = (
     "a checkpoint is a folder with config.json, model.safetensors (or the shards of "
     "model.safetensors.index.json) and, if prompts are to be text, tokenizer.json"
 )
-
-
-class CheckpointError(ValueError):
-    """A folder that is no checkpoint, or one whose files are damaged or contradict each other."""
 
 
 def load_model(
@@ -66,17 +67,16 @@ def load_model(
         raise ValueError(f"dtype={dtype}: weights are floating-point numbers")
     path = _resolve(folder)
     config = _read_config(path / "config.json")
-    stored = _read_headers(path)
+    stored = read_headers(path)
     with torch.device("meta"):
         model = HybridModel(config)
-    _compare(path, stored, model)
+    compare(path, stored, model)
 
-    state = {
-        name: tensor.to(
-            device, torch.float32 if name.endswith(KEPT_IN_FP32) else dtype, copy=True
-        )  # a copy: the file may be written anew while the model lives
-        for name, tensor in _read_tensors(stored)
-    }
+    state = {}
+    for name, tensor in read_tensors(stored):
+        kept = torch.float32 if name.endswith(KEPT_IN_FP32) else dtype
+        # A copy in every case: the file may be written anew while the model lives.
+        state[name] = tensor.to(device, kept, copy=True)
     if config.tie_word_embeddings:
         embedding = state["model.embeddings.weight"]
         head = state.setdefault("lm_head.weight", embedding)
@@ -96,9 +96,7 @@ def load_model(
     return model.eval()
 
 
-def save_model(
-    model: HybridModel, folder: str | Path, tokenizer: Tokenizer | None = None
-) -> None:
+def save_model(model: HybridModel, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
     """Write ``model`` to ``folder``, where :func:`load_model` and transformers will find it.
 
     Args:
@@ -119,11 +117,12 @@ def save_model(
         if name.startswith("model."):
             name = "backbone." + name.removeprefix("model.")
         tensors[name] = tensor.cpu().contiguous()
-    # Renamed when complete: whoever interrupts this keeps the checkpoint that was there before.
+    # Renamed when complete: whoever interrupts this keeps the weights that were there before.
     partial = path / "model.safetensors.partial"
     save_file(tensors, partial, metadata={"format": "pt"})
-    os.replace(partial, path / "model.safetensors")
     _write_json(path / "config.json", raw)
+    shutil.copymode(path / "config.json", partial)  # safetensors 0.8 lets only the owner read
+    os.replace(partial, path / "model.safetensors")
     tokenizer = model.tokenizer if tokenizer is None else tokenizer
     if tokenizer is not None:
         tokenizer.save(str(path / "tokenizer.json"))
@@ -146,21 +145,11 @@ def _resolve(folder: str | Path) -> Path:
 
 
 def _read_config(path: Path) -> ModelConfig:
-    raw = _read_json(path)
+    raw = read_json(path)
     try:
         return config_from_json(raw)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # damaged JSON, or bytes that are not UTF-8
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(raw).__name__}, not an object")
-    return raw
 
 
 def _write_json(path: Path, raw: dict[str, Any]) -> None:
@@ -179,4 +168,13 @@ def _tokenizer_settings(config: ModelConfig, tokenizer: Tokenizer) -> dict[str, 
     }
 
 
-# Tensors --------------------------------------------------------------------------------------
+def _check_vocabulary(path: Path, model: HybridModel) -> None:
+    """A tokenizer may know fewer tokens than the embedding has rows (padding), never more."""
+    if model.tokenizer is None:
+        return
+    largest = max(model.tokenizer.get_vocab().values(), default=-1)
+    if largest >= model.config.vocab_size:
+        raise CheckpointError(
+            f"{path}: tokenizer.json has token id {largest}, and the model ends at "
+            f"{model.config.vocab_size - 1} (vocab_size={model.config.vocab_size})"
+        )

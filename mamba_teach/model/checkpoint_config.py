@@ -3,8 +3,9 @@
 The same Mamba2 layer goes by three sets of names. transformers' Nemotron-H says ``ssm_state_size``,
 transformers' Mamba2 says ``state_size``, and the original state-spaces code says ``d_state``, one
 level down in ``ssm_cfg``. A reader that looks for one set, finds none of it and falls back to its
-defaults builds a model of several billion parameters from a small file. So nothing here that decides
-the shape of a tensor has a default, unless the dialect itself defines it: what is missing is listed.
+defaults builds a model of several billion parameters from a small file. So no size here that
+decides the shape of a tensor has a default unless all of the dialect's files may leave it out: what
+is missing is listed.
 
 What would change the numbers and is not implemented (another activation, a sliding window, a gate
 behind the norm) is refused by name. Settings of training and initialisation are skipped. The
@@ -18,7 +19,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mamba_teach.model.config import ModelConfig
+from mamba_teach.config import ModelConfig
 from mamba_teach.model.config_reader import LAYER_NAMES, ConfigReader
 
 # What each dialect is recognised by, where model_type does not say it.

@@ -1,7 +1,7 @@
 """Reading a ``config.json`` carefully: every value with its type, every missing name in one error.
 
-Somebody else wrote the file, perhaps for another program. A wrong type is named where it is met; what
-is missing is collected, so that the error tells the whole story at once.
+Somebody else wrote the file, perhaps for another program. A wrong type is named where it is met;
+what is missing is collected, so that the error tells the whole story at once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mamba_teach.model.config import ModelConfig
+from mamba_teach.config import ModelConfig
 
 # Pattern characters and what transformers calls such a layer, the present name first.
 LAYER_NAMES = {
@@ -85,7 +85,9 @@ class ConfigReader:
         kind_of = {name: kind for kind, known in LAYER_NAMES.items() for name in known}
         for i, name in enumerate(layers):
             if name not in kind_of:
-                raise ValueError(f"layer {i} is {name!r}; known are {', '.join(map(repr, kind_of))}")
+                raise ValueError(
+                    f"layer {i} is {name!r}; known are {', '.join(map(repr, kind_of))}"
+                )
         return "".join(kind_of[name] for name in layers)
 
     def token_ids(self, name: str) -> tuple[int, ...]:

@@ -14,14 +14,15 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
+from mamba_teach.config import ModelConfig
 from mamba_teach.model.attention import Attention
-from mamba_teach.model.config import ModelConfig
 from mamba_teach.model.mamba2 import Mamba2Mixer
 from mamba_teach.model.metadata import LayerCache, LayerMetadata
 from mamba_teach.model.mlp import MLP
 from mamba_teach.model.mtp import MTPHead
 
 MIXERS = {"M": Mamba2Mixer, "*": Attention, "-": MLP}
+KEPT_IN_FP32 = (".A_log", ".D", ".dt_bias")  # exponentials magnify what 16 bits would round
 
 
 class Block(nn.Module):
@@ -93,6 +94,13 @@ class HybridModel(nn.Module):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``(..., hidden) -> (..., vocab)`` fp32."""
         return self.lm_head(hidden).float()
+
+    def place(self, device: torch.device, dtype: torch.dtype) -> HybridModel:
+        """Move to a device and floating-point type, in place, but for what stays fp32."""
+        for name, parameter in self.named_parameters():
+            kept = torch.float32 if name.endswith(KEPT_IN_FP32) else dtype
+            parameter.data = parameter.data.to(device, kept)
+        return self
 
     @property
     def device(self) -> torch.device:

@@ -12,6 +12,8 @@ Sources: Mamba2 paper (section 7); parameter names and order as ``NemotronHForCa
 from __future__ import annotations
 
 import torch
+from torch import nn
+
 from mamba_kernels import (
     causal_conv1d_fn,
     causal_conv1d_update,
@@ -19,9 +21,7 @@ from mamba_kernels import (
     rms_norm_gated,
     selective_state_update,
 )
-from torch import nn
-
-from mamba_teach.model.config import ModelConfig
+from mamba_teach.config import ModelConfig
 from mamba_teach.model.metadata import MambaCache, MambaMetadata
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-from mamba_kernels import ChunkLayout, build_chunk_layout
 
-from mamba_teach.model.config import ModelConfig
+from mamba_kernels import ChunkLayout, build_chunk_layout
+from mamba_teach.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class AttentionMetadata:
 
 @dataclass(frozen=True)
 class MambaCache:
-    """One layer's states: ``conv (slots, W-1+k, conv_dim)`` and ``ssm (slots, H, P, N)``, maybe strided."""
+    """One layer's states: ``conv (slots, W-1+k, conv_dim)`` and ``ssm (slots, H, P, N)``; strided."""
 
     conv: torch.Tensor
     ssm: torch.Tensor

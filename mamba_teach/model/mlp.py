@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mamba_teach.model.config import ModelConfig
+from mamba_teach.config import ModelConfig
 
 
 class MLP(nn.Module):

@@ -12,11 +12,12 @@ drafter's entries in it. Names follow Nemotron-H's ``mtp.layers.*`` (transformer
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from mamba_teach.model.config import ModelConfig
+from mamba_teach.config import ModelConfig
 from mamba_teach.model.metadata import LayerCache, LayerMetadata
 
 
@@ -29,7 +30,9 @@ class MTPHead(nn.Module):
         super().__init__()
         size, eps = config.hidden_size, config.layer_norm_epsilon
         self.layers = nn.ModuleList(make_block(config, kind) for kind in config.mtp_pattern)
-        first, last = self.layers[0], self.layers[-1]
+        # Nemotron-H keeps the drafter's own parts inside its first and last layer.
+        first: Any = self.layers[0]
+        last: Any = self.layers[-1]
         first.enorm = nn.RMSNorm(size, eps=eps)
         first.hnorm = nn.RMSNorm(size, eps=eps)
         first.eh_proj = nn.Linear(2 * size, size, bias=False)
@@ -50,7 +53,8 @@ class MTPHead(nn.Module):
                 model's or the drafter's own; zeros where it is unknown.
             metadata, caches: one per layer of the head.
         """
-        first, last = self.layers[0], self.layers[-1]
+        first: Any = self.layers[0]
+        last: Any = self.layers[-1]
         joined = torch.cat([first.enorm(embedded), first.hnorm(previous_hidden)], dim=-1)
         hidden = first.eh_proj(joined)
         for i, layer in enumerate(self.layers):

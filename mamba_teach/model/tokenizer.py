@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint folder: one file, ``tokenizer.json``, read by the tokenizers library.
+"""The tokenizer of a checkpoint folder: ``tokenizer.json``, read by the tokenizers library.
 
 A model computes on token ids; whoever wants text keeps the tokenizer beside it. Folders without one
 are fine: prompts are then lists of ids.

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from mamba_kernels import build_chunk_layout
 
+from mamba_kernels import build_chunk_layout
 from mamba_teach.cache.groups import CacheGroup
 from mamba_teach.model.metadata import (
     AttentionMetadata,

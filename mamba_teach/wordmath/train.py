@@ -13,21 +13,25 @@ The MTP head is trained in the same run, on the trunk's hidden states, and once 
 
 from __future__ import annotations
 
+import argparse
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from mamba_teach.model.config import ModelConfig
+from mamba_teach.config import ModelConfig
 from mamba_teach.model.hybrid import HybridModel, initialize
 from mamba_teach.model.metadata import uncached_step
 from mamba_teach.wordmath.problems import Problem, training_problems
-from mamba_teach.wordmath.prompts import format_problem
+from mamba_teach.wordmath.prompts import END_OF_TEXT, format_problem
 
 WORDMATH_MODEL = ModelConfig(
     vocab_size=768,
@@ -80,7 +84,8 @@ def pack_sequences(
 
     Every sequence begins with the begin token and a fresh problem; what does not fit is dropped.
     """
-    begin = tokenizer.token_to_id("<|end|>")
+    begin = tokenizer.token_to_id(END_OF_TEXT)
+    assert begin is not None, f"the tokenizer has no {END_OF_TEXT}"
     ids, in_solution = [begin], [False]
     while batch := list(islice(problems, 64)):
         texts = [format_problem(p, with_solution=True) for p in batch]
@@ -149,12 +154,11 @@ def train(
     initialize(model, settings.seed)
     matrices = [p for p in model.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() != 2]  # norms, biases, A, D, dt, conv
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others}],
-        weight_decay=0.0,
-        betas=(0.9, 0.95),
-        fused=True,
-    )
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
     stream = pack_sequences(training_problems(settings.seed), tokenizer, settings.sequence_length)
     progress = tqdm(range(settings.steps), desc="training", unit="step")
     for step in progress:
@@ -201,3 +205,27 @@ def teacher_forced_accuracy(
             agreed += int((model.compute_logits(draft)[cut - 1 : -1].argmax(-1) == choice).sum())
         total += len(choice)
     return right / len(problems), agreed / total
+
+
+def main() -> None:
+    """Train, save, measure what was saved, and write its card."""
+    from mamba_teach.model.checkpoint import SHIPPED, save_model
+    from mamba_teach.wordmath.make_tokenizer import build_tokenizer
+    from mamba_teach.wordmath.model_card import measure, write_card
+
+    parser = argparse.ArgumentParser(description="Train the wordmath model again.")
+    parser.add_argument("--folder", type=Path, default=SHIPPED["wordmath"], help="where it goes")
+    parser.add_argument("--steps", type=int, default=TrainingSettings.steps)
+    arguments = parser.parse_args()
+    settings = TrainingSettings(steps=arguments.steps)
+    tokenizer = build_tokenizer()
+    started = time.monotonic()
+    for model in train(tokenizer, WORDMATH_MODEL, settings):  # noqa: B007  (the last is the result)
+        pass
+    minutes = (time.monotonic() - started) / 60
+    save_model(model, arguments.folder, tokenizer)
+    write_card(arguments.folder, settings, minutes, measure(arguments.folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "cache": ["config", "events", "request"],
     "scheduler": ["config", "events", "request", "cache"],
     "model": ["config", "mamba_kernels"],
+    "summary": ["config", "cache"],
     "spec_decode": ["config", "request", "model", "mamba_kernels"],
     "runner": [
         "config", "events", "request", "cache", "scheduler",
@@ -37,7 +38,7 @@ MAY_IMPORT = {
     ],
     "engine": [
         "config", "events", "request", "cache", "scheduler",
-        "mamba_kernels", "model", "spec_decode", "runner",
+        "mamba_kernels", "model", "spec_decode", "runner", "summary",
     ],
 }  # fmt: skip
 

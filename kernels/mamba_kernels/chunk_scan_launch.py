@@ -1,0 +1,241 @@
+"""Launching the three kernels of the SSD scan: grids, block sizes, what lies between them.
+
+Grids come from host numbers alone (shapes and the :class:`ChunkLayout`), so nothing here waits for
+the GPU. Block sizes come from the tuning table by architecture and shape. The three stages are
+separate functions, so that a test can hand one of them what the stage before would never produce.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mamba_kernels.backend import tl
+from mamba_kernels.chunk_layout import ChunkLayout
+from mamba_kernels.chunk_scan_triton import (
+    chunk_scan_kernel,
+    chunk_state_kernel,
+    pass_states_kernel,
+)
+from mamba_kernels.launch import AotCase, aot_case, cdiv, launch, next_power_of_2
+from mamba_kernels.tuning import config_for, current_arch
+from mamba_kernels.tuning_table import TABLE
+
+# fmt: off
+# Rows of the tuning table (tuning.py says how they are read).
+#
+# An M block of 64 rows is what the tensor cores of Hopper (wgmma) want. A product whose left
+# operand was just computed in registers must not be in flight when the next round of a pipelined
+# loop overwrites them, and Triton has let that happen there: one stage, hence no pipelining, in both
+# kernels with products. Several programs on an SM hide each other's loads instead: the scan at head
+# dim 64 has 128 registers a thread, so four programs fit. fp32 operands are split for the tensor
+# cores and need twice the registers, hence small blocks. Head dim 80 fills 5/8 of a block of 128,
+# which is too large for the registers of sm_80 and for the 64 KiB of LDS of gfx942.
+_SCAN_TABLE: dict[str, list[tuple[str, dict[str, int], dict[str, Any]]]] = {
+    "chunk_state_kernel": [
+        ("interpret", {}, {"BLOCK_T": 64, "BLOCK_P": 128, "num_warps": 1, "num_stages": 1}),
+        ("any", {"dot_bytes": 4}, {"BLOCK_T": 32, "BLOCK_P": 32, "num_warps": 8, "num_stages": 1}),
+        ("any", {"head_dim": 80}, {"BLOCK_T": 64, "BLOCK_P": 32, "num_warps": 4, "num_stages": 1}),
+        ("any", {}, {"BLOCK_T": 64, "BLOCK_P": 64, "num_warps": 4, "num_stages": 1}),
+    ],
+    "pass_states_kernel": [
+        ("interpret", {}, {"BLOCK_P": 128, "num_warps": 1, "num_stages": 1}),
+        ("any", {}, {"BLOCK_P": 8, "num_warps": 4, "num_stages": 1}),
+    ],
+    "chunk_scan_kernel": [
+        ("interpret", {}, {"BLOCK_I": 64, "BLOCK_J": 64, "BLOCK_P": 128, "num_warps": 1,
+                           "num_stages": 1}),
+        ("any", {"dot_bytes": 4}, {"BLOCK_I": 16, "BLOCK_J": 32, "BLOCK_P": 64, "num_warps": 8,
+                                   "num_stages": 1}),
+        ("sm_80", {"head_dim": 80}, {"BLOCK_I": 32, "BLOCK_J": 32, "BLOCK_P": 128, "num_warps": 4,
+                                     "num_stages": 1}),
+        ("gfx942", {}, {"BLOCK_I": 64, "BLOCK_J": 32, "BLOCK_P": 64, "num_warps": 4,
+                        "num_stages": 1}),
+        ("any", {}, {"BLOCK_I": 64, "BLOCK_J": 32, "BLOCK_P": 128, "num_warps": 4, "num_stages": 1}),
+    ],
+}
+for _name, _rows in _SCAN_TABLE.items():
+    TABLE.setdefault(_name, _rows)
+# fmt: on
+
+
+@dataclass(frozen=True)
+class Between:
+    """What the kernels leave for each other, in fp32.
+
+    Attributes:
+        dt: ``(H, T)`` step sizes.
+        hi, lo: ``(H, T)`` cumulative log-decays since the chunk's start, ``hi + lo``.
+        states: ``(c, H, P, N)`` what each chunk adds; after ``pass_states`` the state before it.
+    """
+
+    dt: torch.Tensor
+    hi: torch.Tensor
+    lo: torch.Tensor
+    states: torch.Tensor
+
+
+def launch_chunk_state(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    dt_bias: torch.Tensor,
+    layout: ChunkLayout,
+    dt_limit: tuple[float, float],
+    least_step: float,
+) -> Between:
+    """Step sizes, exponents, and what each chunk adds to the state."""
+    num_tokens, num_heads, head_dim = x.shape
+    per_token = torch.empty(3, num_heads, num_tokens, dtype=torch.float32, device=x.device)
+    shape = (layout.num_chunks, num_heads, head_dim, B.shape[2])
+    between = Between(*per_token, torch.empty(shape, dtype=torch.float32, device=x.device))
+    config = _config("chunk_state_kernel", x, B)
+    launch(
+        chunk_state_kernel, (cdiv(head_dim, config["BLOCK_P"]), num_heads, layout.num_chunks),
+        x, dt, A, B, dt_bias, *per_token, between.states, layout.cu_chunk_seqlens,
+        num_tokens, float(dt_limit[0]), float(dt_limit[1]), least_step,
+        *x.stride(), *dt.stride(), *B.stride(), **config,
+    )  # fmt: skip
+    return between
+
+
+def launch_pass_states(
+    between: Between,
+    ssm_state: torch.Tensor,
+    layout: ChunkLayout,
+    src_slots: torch.Tensor,
+    dst_slots: torch.Tensor,
+    has_initial_state: torch.Tensor,
+    checkpoints: torch.Tensor | None,
+) -> None:
+    """Turns ``between.states`` into states before each chunk; stores the kept ones in the pool."""
+    num_heads, head_dim, state_size = between.states.shape[1:]
+    config = _pass_states_config(current_arch(), num_heads, head_dim, state_size)
+    launch(
+        pass_states_kernel, (cdiv(head_dim, config["BLOCK_P"]), num_heads, layout.num_seqs),
+        between.states, between.hi, between.lo, ssm_state, src_slots, dst_slots, has_initial_state,
+        dst_slots if checkpoints is None else checkpoints,  # without checkpoints nobody looks
+        layout.cu_seq_chunks, layout.cu_chunk_seqlens, layout.checkpoint_order,
+        layout.cu_checkpoints, between.hi.shape[1], *ssm_state.stride(), **config,
+    )  # fmt: skip
+
+
+def launch_chunk_scan(
+    x: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    between: Between,
+    layout: ChunkLayout,
+) -> torch.Tensor:
+    """The outputs, given the states before each chunk."""
+    num_tokens, num_heads, head_dim = x.shape
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y[layout.num_tokens :].zero_()  # padding; nothing is launched for an empty slice
+    config = _config("chunk_scan_kernel", x, B)
+    tiles = cdiv(layout.longest_chunk, config["BLOCK_I"]) * cdiv(head_dim, config["BLOCK_P"])
+    launch(
+        chunk_scan_kernel, (tiles, num_heads, layout.num_chunks),
+        x, B, C, D, between.dt, between.hi, between.lo, between.states, y, layout.cu_chunk_seqlens,
+        num_tokens, *x.stride(), *B.stride(), *C.stride(), **config,
+    )  # fmt: skip
+    return y
+
+
+def _config(kernel_name: str, x: torch.Tensor, B: torch.Tensor) -> dict[str, Any]:
+    sizes = x.shape[1], B.shape[1], x.shape[2], B.shape[2]
+    return _products_config(kernel_name, current_arch(), x.dtype, *sizes)
+
+
+def _products_config(
+    kernel_name: str,
+    arch: str,
+    dtype: torch.dtype,
+    num_heads: int,
+    groups: int,
+    head_dim: int,
+    state_size: int,
+) -> dict[str, Any]:
+    """Every compile-time argument of a kernel with matrix products."""
+    # 16-bit inputs go to the tensor cores as they are. For fp32 ones, three tf32 products are as
+    # good as one in fp32 and far faster (AMD has fp32 matrix instructions). The interpreter knows
+    # fp32 only.
+    dot = tl.float32
+    if arch != "interpret" and dtype != torch.float32:
+        dot = tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
+    dot_bytes = 4 if dot == tl.float32 else 2
+    config = config_for(
+        kernel_name, arch, head_dim=head_dim, state_size=state_size, dot_bytes=dot_bytes
+    )
+    # Tensor cores know no side below 16.
+    config["BLOCK_P"] = min(config["BLOCK_P"], max(16, next_power_of_2(head_dim)))
+    return config | {
+        "HEADS": num_heads,
+        "HEADS_PER_GROUP": num_heads // groups,
+        "HEAD_DIM": head_dim,
+        "STATE_SIZE": state_size,
+        "BLOCK_N": max(16, next_power_of_2(state_size)),
+        "DOT_DTYPE": dot,
+        "PRECISION": "tf32x3" if arch.startswith("sm_") else "ieee",
+    }
+
+
+def _pass_states_config(
+    arch: str, num_heads: int, head_dim: int, state_size: int
+) -> dict[str, Any]:
+    """Every compile-time argument of ``pass_states_kernel``."""
+    config = config_for("pass_states_kernel", arch, head_dim=head_dim, state_size=state_size)
+    config["BLOCK_P"] = min(config["BLOCK_P"], next_power_of_2(head_dim))
+    return config | {
+        "HEADS": num_heads,
+        "HEAD_DIM": head_dim,
+        "STATE_SIZE": state_size,
+        "BLOCK_N": next_power_of_2(state_size),
+    }
+
+
+def aot_cases(arch: str = "sm_90") -> list[AotCase]:
+    """What Nemotron-H (128 heads of 64 or 80, state 128, 8 groups) and a toy in fp32 launch."""
+    models = {"P64": (128, 8, 64, 128), "P80": (128, 8, 80, 128), "toy": (8, 1, 32, 64)}
+    pass_pointers = {
+        f"{name}_ptr": type_
+        for type_, names in {
+            "*fp32": ("states", "hi", "lo"),
+            "*i32": ("src_slots", "dst_slots", "checkpoints"),
+            "*i64": ("cu_seq_chunks", "cu_chunk_seqlens", "checkpoint_order", "cu_checkpoints"),
+            "*i1": ("has_initial_state",),
+        }.items()
+        for name in names
+    }
+    cases = []
+    for model, pool in (("P64", "fp32"), ("P64", "bf16"), ("P80", "fp32"), ("toy", "fp32")):
+        num_heads, _, head_dim, state_size = models[model]
+        config = _pass_states_config(arch, num_heads, head_dim, state_size)
+        warps, stages = config.pop("num_warps"), config.pop("num_stages")
+        cases.append(aot_case(
+            pass_states_kernel, f"pass states {model} {pool} pool",
+            pass_pointers | {"pool_ptr": f"*{pool}"}, config, ("stride_pool_state",), (), warps,
+            stages,
+        ))  # fmt: skip
+
+    unit_strides = ("stride_x_dim", "stride_dt_head", "stride_B_state", "stride_C_state")
+    for kernel, label in ((chunk_state_kernel, "chunk state"), (chunk_scan_kernel, "chunk scan")):
+        # x, B and C are views of the conv's output, dt of the projection's: rows are aligned.
+        inputs = {"x_ptr", "raw_dt_ptr", "B_ptr", "C_ptr", "D_ptr", "dt_bias_ptr", "y_ptr"}
+        for model, act in (("P64", "bf16"), ("P80", "bf16"), ("P64", "fp32"), ("P80", "fp32"),
+                           ("toy", "fp32")):  # fmt: skip
+            dtype = torch.bfloat16 if act == "bf16" else torch.float32
+            config = _products_config(kernel.fn.__name__, arch, dtype, *models[model])
+            warps, stages = config.pop("num_warps"), config.pop("num_stages")
+            names = [n for n in kernel.arg_names if n.endswith("_ptr")]
+            pointers = {n: f"*{act}" if n in inputs else "*fp32" for n in names}
+            pointers["cu_chunk_seqlens_ptr"] = "*i64"
+            cases.append(aot_case(
+                kernel, f"{label} {model} {act}", pointers, config,
+                tuple(n for n in unit_strides if n in kernel.arg_names),
+                ("dt_min", "dt_max", "least_step"), warps, stages,
+            ))  # fmt: skip
+    return cases

@@ -1,0 +1,34 @@
+"""Launch configurations: rows of (architecture, shape, configuration). Rewritten by `make tune`.
+
+The first row whose architecture and shape fit is taken (see tuning.py). "interpret" is the CPU's
+interpreter, whose cost is per program and hardly per element: there, blocks are wide.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+TABLE: dict[str, list[tuple[str, dict[str, int], dict[str, Any]]]] = {
+    "selective_state_update_kernel": [
+        ("interpret", {}, {"BLOCK_P": 128, "num_warps": 1, "num_stages": 1}),
+        ("any", {"state_bytes": 4}, {"BLOCK_P": 16, "num_warps": 4, "num_stages": 1}),
+        ("any", {}, {"BLOCK_P": 16, "num_warps": 2, "num_stages": 1}),
+    ],
+    "causal_conv1d_update_kernel": [
+        ("interpret", {}, {"BLOCK_C": 1024, "num_warps": 1, "num_stages": 1}),
+        ("any", {}, {"BLOCK_C": 256, "num_warps": 2, "num_stages": 1}),
+    ],
+    "causal_conv1d_fn_kernel": [
+        ("interpret", {}, {"BLOCK_T": 32, "BLOCK_C": 1024, "num_warps": 1, "num_stages": 1}),
+        ("any", {}, {"BLOCK_T": 16, "BLOCK_C": 256, "num_warps": 8, "num_stages": 1}),
+    ],
+    "rms_norm_gated_kernel": [
+        ("interpret", {}, {"BLOCK_ROWS": 16, "num_warps": 1, "num_stages": 1}),
+        ("any", {"wide": 1}, {"BLOCK_ROWS": 1, "num_warps": 16, "num_stages": 1}),
+        ("any", {}, {"BLOCK_ROWS": 1, "num_warps": 4, "num_stages": 1}),
+    ],
+    "copy_states_kernel": [
+        ("interpret", {}, {"BLOCK_WORDS": 16384, "num_warps": 1, "num_stages": 1}),
+        ("any", {}, {"BLOCK_WORDS": 2048, "num_warps": 8, "num_stages": 1}),
+    ],
+}

@@ -1,0 +1,129 @@
+"""The demo: the shipped model solves word problems in your terminal.
+
+Every prompt is the same eight worked examples and a new question, so most of each prompt is shared.
+What is printed comes from the engine's event log.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from mamba_kernels.backend import choose_backend
+from mamba_teach.config import EngineConfig
+from mamba_teach.engine import Engine
+from mamba_teach.events import (
+    Event,
+    RequestFinished,
+    RowScheduled,
+    StepStarted,
+    TokenSampled,
+    reduce,
+)
+from mamba_teach.model.checkpoint import load_model
+from mamba_teach.viz.board_text import render_board
+from mamba_teach.wordmath.evaluate import Evaluation, evaluate
+
+NUM_ANSWERS_SHOWN = 3
+
+
+def run_demo(num_problems: int = 32, as_json: bool = False) -> None:
+    """Serve ``num_problems`` held-out problems; print a report, or one JSON object."""
+    engine = Engine(load_model("wordmath"), EngineConfig())
+    if not as_json:
+        print("mamba_teach serves a hybrid Mamba2 model:", ", ".join(mode_line(engine)))
+        print(engine.summary(), end="\n\n")
+    evaluation = evaluate(engine, num_problems, progress=not as_json)
+    if as_json:
+        print(json.dumps(report(engine, evaluation)))
+    else:
+        sys.stderr.flush()
+        print_report(engine, evaluation)
+
+
+def mode_line(engine: Engine) -> list[str]:
+    """Device, kernel backend and cache mode, for people."""
+    facts = report_modes(engine)
+    return [
+        f"device {facts['device']}",
+        f"kernels {facts['backend']}",
+        f"cache mode {facts['cache_mode']}",
+        f"graphs {facts['graphs']}",
+    ]
+
+
+def report_modes(engine: Engine) -> dict[str, str]:
+    return {
+        "cache_mode": "none",
+        "graphs": "off",
+        "device": engine.device.type,
+        "backend": choose_backend(engine.model.lm_head.weight),
+    }
+
+
+def report(engine: Engine, evaluation: Evaluation) -> dict[str, object]:
+    """What ``--json`` prints. ``accepted_per_step`` is tokens per request and decode step."""
+    outputs = evaluation.outputs
+    return {
+        "problems": len(outputs),
+        "accuracy": round(evaluation.accuracy, 4),
+        "generated_tokens": sum(len(o.token_ids) for o in outputs),
+        "steps": engine.num_steps,
+        "cached_tokens": sum(o.num_cached_tokens for o in outputs),
+        "prompt_tokens": sum(len(o.prompt_token_ids) for o in outputs),
+        "accepted_per_step": round(tokens_per_decode_row(engine.events), 3),
+        **report_modes(engine),
+    }
+
+
+def tokens_per_decode_row(log: Sequence[Event]) -> float:
+    """Tokens sampled by decode rows, per decode row."""
+    rows = tokens = 0
+    decoding: set[str] = set()
+    for event in log:
+        match event:
+            case StepStarted():
+                decoding.clear()
+            case RowScheduled(request_id, "decode"):
+                decoding.add(request_id)
+                rows += 1
+            case TokenSampled(request_id):
+                tokens += request_id in decoding
+    return tokens / rows if rows else 0.0
+
+
+def busiest_mixed_step(log: Sequence[Event]) -> int:
+    """Length of the log's prefix that ends in the fullest step with prefill and decode rows."""
+    best_end, best = 0, (False, 0)
+    kinds: list[str] = []
+    for end, event in enumerate(log, start=1):
+        if isinstance(event, StepStarted):
+            kinds = []
+        elif isinstance(event, RowScheduled):
+            kinds.append(event.kind)
+            if (fullness := (len(set(kinds)) == 2, len(kinds))) > best:
+                best_end, best = end, fullness
+    return best_end
+
+
+def print_report(engine: Engine, evaluation: Evaluation) -> None:
+    """Some answers, the numbers, and the block tables at a busy step."""
+    facts = report(engine, evaluation)
+    shown = list(zip(evaluation.problems, evaluation.outputs, evaluation.correct, strict=True))
+    for problem, output, correct in shown[:NUM_ANSWERS_SHOWN]:
+        print(f"\nQ: {problem.question}\nA:{output.text}   [{'right' if correct else 'wrong'}]")
+    print(
+        f"\n{facts['problems']} problems, accuracy {evaluation.accuracy:.1%}; "
+        f"{facts['prompt_tokens']} prompt tokens and {facts['generated_tokens']} generated in "
+        f"{facts['steps']} steps."
+    )
+    end = busiest_mixed_step(engine.events)
+    finished = sum(isinstance(event, RequestFinished) for event in engine.events[:end])
+    print(f"\nThe block tables at a busy step ({finished} problems already answered):\n")
+    print(render_board(reduce(engine.events[:end])))
+    print(
+        "\nEach Mamba group holds one block per request, however long: a state. Attention grows by a "
+        "block every\n"
+        f"{reduce(engine.events[:1]).block_size} tokens. All of them come from one pool."
+    )
