@@ -1,4 +1,4 @@
-"""Served tokens equal those of transformers' ``generate``, an implementation that shares nothing with us."""
+"""Served tokens equal those of transformers' ``generate``, which shares no code with us."""
 
 from __future__ import annotations
 

@@ -253,7 +253,7 @@ def test_order_of_sequences_changes_nothing(backend: str) -> None:
         src_slots=batch.src_slots[order], dst_slots=batch.dst_slots[order],
         has_initial_state=batch.has_initial_state[order],
     )  # fmt: skip
-    assert torch.equal(swapped, torch.cat([y[batch.tokens(row)] for row in order]))
+    assert torch.allclose(swapped, torch.cat([y[batch.tokens(row)] for row in order]), atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -290,7 +290,7 @@ def test_offsets_beyond_32_bits(backend: str, name: str) -> None:
     if name == "update":
         extra = dict(num_accepted_tokens=None)
     y = getattr(batch, name)(backend, x=tokens, conv_state=pool, src_slots=slots, dst_slots=slots, **extra)
-    assert torch.equal(y[0], y[8]) and y[0].any()
+    assert torch.allclose(y[0], y[8], atol=1e-6) and y[0].any()
     assert torch.equal(pool[1], pool[8192]) and torch.equal(pool[8192, 2], content)
     assert not pool[0].any() and not pool[2].any()
 

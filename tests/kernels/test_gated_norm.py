@@ -33,9 +33,9 @@ def test_each_group_has_its_own_mean(backend: str, inner: int) -> None:
     half = inner // 2
     x = torch.tensor([[10.0] * half + [1.0] * half])
     gate, weight = gate_with_silu([1.0] * inner)[None], torch.ones(inner)
-    grouped = rms_norm_gated(x, gate, weight, eps=0.0, group_size=half, backend=backend)
+    grouped = rms_norm_gated(x, gate, weight, eps=1e-12, group_size=half, backend=backend)
     assert torch.allclose(grouped, torch.ones(1, inner), atol=1e-6)
-    whole = rms_norm_gated(x, gate, weight, eps=0.0, group_size=inner, backend=backend)
+    whole = rms_norm_gated(x, gate, weight, eps=1e-12, group_size=inner, backend=backend)
     expected = x / math.sqrt(50.5)
     assert torch.allclose(whole, expected, atol=1e-6)
 
@@ -44,7 +44,7 @@ def test_each_group_has_its_own_mean(backend: str, inner: int) -> None:
 def test_gate_first_or_norm_first(backend: str) -> None:
     x, weight, gate = torch.tensor([[2.0, 2.0]]), torch.ones(2), gate_with_silu([1.0, 3.0])[None]
     for norm_before_gate, expected in ((False, [0.4472136, 1.3416408]), (True, [1.0, 3.0])):
-        y = rms_norm_gated(x, gate, weight, eps=0.0, group_size=2,
+        y = rms_norm_gated(x, gate, weight, eps=1e-12, group_size=2,
                            norm_before_gate=norm_before_gate, backend=backend)  # fmt: skip
         assert torch.allclose(y, torch.tensor([expected]), atol=1e-6)
 
@@ -90,8 +90,8 @@ def test_bfloat16_operands() -> None:
 def test_one_launch() -> None:
     x, weight = torch.ones(3, 8), torch.ones(8)
     with count_launches() as count:
-        rms_norm_gated(x, x, weight, eps=0.0, group_size=2, backend="triton")
-        rms_norm_gated(x[:0], x[:0], weight, eps=0.0, group_size=2, backend="triton")
+        rms_norm_gated(x, x, weight, eps=1e-12, group_size=2, backend="triton")
+        rms_norm_gated(x[:0], x[:0], weight, eps=1e-12, group_size=2, backend="triton")
     assert count.by_kernel == {"rms_norm_gated_kernel": 1}
 
 
