@@ -129,8 +129,12 @@ class EngineConfig:
     """How an engine serves.
 
     Attributes:
-        block_size: tokens per attention page. None derives the smallest multiple of 16 whose page
-            holds a Mamba state, so that one pool of equal pages serves both.
+        enable_prefix_caching: keep blocks of finished work and start new requests from them.
+        mamba_cache_mode: which states are kept: "none", "align" (at chunk ends), "all" (at every
+            block boundary), or None for the best the model supports.
+        block_size: tokens per attention page, and in "align" and "all" per Mamba block. None derives
+            the smallest multiple of 16 whose page holds a Mamba state, so that one pool of equal
+            pages serves both.
         num_blocks: pages in the pool, the null page included. None derives what ``max_num_seqs``
             requests of ``max_model_len`` tokens need.
         max_num_seqs: requests that run at once.
@@ -139,8 +143,12 @@ class EngineConfig:
         device: "cpu", "cuda", or "auto" for cuda where there is one.
         dtype: of activations, keys and values, and convolution windows.
         ssm_state_dtype: of SSM states. fp32 unless you know better: in 16 bits small updates vanish.
+        poison: fill blocks with NaN when their content stops meaning anything, so that whoever
+            reads one shows it. For tests and for the curious.
     """
 
+    enable_prefix_caching: bool = True
+    mamba_cache_mode: str | None = None
     block_size: int | None = None
     num_blocks: int | None = None
     max_num_seqs: int = 8
@@ -149,8 +157,13 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "float32"
     ssm_state_dtype: str = "float32"
+    poison: bool = False
 
     def __post_init__(self) -> None:
+        if self.mamba_cache_mode not in (None, "none", "align", "all"):
+            raise ValueError(
+                f"mamba_cache_mode={self.mamba_cache_mode!r}: must be 'none', 'align', 'all' or None"
+            )
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")

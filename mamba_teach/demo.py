@@ -55,7 +55,7 @@ def mode_line(engine: Engine) -> list[str]:
 
 def report_modes(engine: Engine) -> dict[str, str]:
     return {
-        "cache_mode": "none",
+        "cache_mode": engine.cache_mode.effective,
         "graphs": "off",
         "device": engine.device.type,
         "backend": choose_backend(engine.model.lm_head.weight),

@@ -17,8 +17,9 @@ import torch
 from tqdm import tqdm
 
 from mamba_teach import events
-from mamba_teach.cache.groups import make_groups
-from mamba_teach.cache.manager import CacheManager
+from mamba_teach.cache.coordinator import CacheCoordinator
+from mamba_teach.cache.groups import CacheGroup, make_groups
+from mamba_teach.cache.mode import check_block_size, resolve_cache_mode
 from mamba_teach.cache.specs import make_layer_specs
 from mamba_teach.config import EngineConfig
 from mamba_teach.model.hybrid import HybridModel
@@ -33,6 +34,7 @@ class Engine:
 
     Attributes:
         model, config: as given; the model is moved to the device and dtype of the config.
+        cache_mode: the Mamba cache mode in force, and why.
         cache: who owns which block.
         scheduler: the queues.
         runner: the memory, and what runs on it.
@@ -45,26 +47,28 @@ class Engine:
         self.device = resolve_device(config.device)
         self.model = model.place(self.device, getattr(torch, config.dtype))
         self.tokenizer = model.tokenizer
-        groups = make_groups(make_layer_specs(model.config, config))
-        self.cache = CacheManager(groups, self._num_blocks(groups))
-        self.events: list[events.Event] = []
+        self.cache_mode = mode = resolve_cache_mode(config, model.supports_checkpoints)
+        groups = make_groups(make_layer_specs(model.config, config, mode.effective))
+        block_size = min(group.spec.block_size for group in groups)
+        check_block_size(config, mode, block_size)
+        num_blocks = self._num_blocks(groups)
+        self.events: list[events.Event] = [
+            events.EngineStarted(num_blocks, tuple(group.name for group in groups), block_size)
+        ]
+        emit = self.events.append
+        self.cache = CacheCoordinator(groups, num_blocks, mode.caches_prefixes, emit)
         self.num_steps = 0
         self._requests: dict[str, Request] = {}
         self._num_arrivals = 0
-        self.scheduler = Scheduler(config, self.cache, self.events.append)
-        self.runner = ModelRunner(self.model, config, groups, self.cache.pool.num_blocks)
-        block_size = min(group.spec.block_size for group in groups)
-        self.events.append(
-            events.EngineStarted(
-                self.cache.pool.num_blocks, tuple(group.name for group in groups), block_size
-            )
-        )
+        self.scheduler = Scheduler(config, self.cache, mode.effective == "align", emit)
+        self.runner = ModelRunner(self.model, config, groups, num_blocks)
 
     def generate(
         self,
         prompts: Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        cache_salt: str | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Serve prompts to the end; outputs come in the order of the prompts.
@@ -72,6 +76,7 @@ class Engine:
         Args:
             prompts: texts, or lists of token ids.
             params: one for all, or one per prompt.
+            cache_salt: share cached prefixes only with requests of the same salt.
             progress: show a progress bar.
 
         Raises:
@@ -94,7 +99,7 @@ class Engine:
                 checked.append((self._checked_prompt(prompt, p), p))
             except RequestRefused as refusal:
                 raise RequestRefused(f"prompt {i}: {refusal}") from None
-        ids = [self._enqueue(tokens, p) for tokens, p in checked]
+        ids = [self._enqueue(tokens, p, cache_salt) for tokens, p in checked]
         finished: dict[str, RequestOutput] = {}
         with tqdm(total=len(ids), desc="serving", unit="request", disable=not progress) as bar:
             while self.has_unfinished_requests():
@@ -105,15 +110,24 @@ class Engine:
         return [finished[request_id] for request_id in ids]
 
     def add_request(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
     ) -> str:
         """Queue a prompt for the coming steps; returns its request id.
+
+        Args:
+            prompt: a text, or token ids.
+            params: greedy with 64 tokens if None.
+            cache_salt: share cached prefixes only with requests of the same salt.
 
         Raises:
             RequestRefused: it cannot be served; nothing has changed.
         """
         params = params or SamplingParams()
-        return self._enqueue(self._checked_prompt(prompt, params), params)
+        return self._enqueue(self._checked_prompt(prompt, params), params, cache_salt)
 
     def step(self) -> list[RequestOutput]:
         """Run one step; returns what every request that sampled a token has so far.
@@ -151,19 +165,27 @@ class Engine:
 
     def summary(self) -> EngineSummary:
         """What was asked for, what it became, and why. Prints as a table."""
-        return EngineSummary.of(self.model.config, self.config, self.cache, self.device.type)
+        return EngineSummary.of(
+            self.model.config, self.config, self.cache_mode, self.cache, self.device.type
+        )
 
-    def _num_blocks(self, groups: tuple) -> int:
+    def reset_prefix_cache(self) -> None:
+        """Forget all published blocks; running requests go on."""
+        self.cache.reset()
+
+    def _num_blocks(self, groups: tuple[CacheGroup, ...]) -> int:
         if self.config.num_blocks is not None:
             return self.config.num_blocks
-        per_request = sum(g.spec.blocks_for(self.config.max_model_len) for g in groups)
+        per_request = sum(g.spec.max_blocks_for(self.config.max_model_len) for g in groups)
         return 1 + self.config.max_num_seqs * per_request
 
-    def _enqueue(self, token_ids: tuple[int, ...], params: SamplingParams) -> str:
+    def _enqueue(
+        self, token_ids: tuple[int, ...], params: SamplingParams, cache_salt: str | None
+    ) -> str:
         arrival = self._num_arrivals
         self._num_arrivals += 1
         seed = arrival if params.seed is None else params.seed
-        request = Request(f"r{arrival}", token_ids, params, arrival, seed)
+        request = Request(f"r{arrival}", token_ids, params, arrival, seed, cache_salt)
         self._requests[request.request_id] = request
         self.scheduler.add(request)
         return request.request_id
@@ -194,7 +216,7 @@ class Engine:
             )
         # The last token is sampled and never computed: it needs no place.
         most = min(len(token_ids) + params.max_tokens, longest) - 1
-        needed, usable = self.cache.blocks_for(most), self.cache.pool.num_blocks - 1
+        needed, usable = self.cache.max_blocks_for(most), self.cache.pool.num_blocks - 1
         if needed > usable:
             raise RequestRefused(
                 f"the request may grow to {most} computed tokens and needs {needed} blocks; the pool "

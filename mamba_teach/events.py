@@ -36,12 +36,55 @@ class StepStarted:
 
 
 @dataclass(frozen=True)
+class PrefixHit:
+    """A request starts behind ``num_tokens`` cached tokens, with these blocks by group and column.
+
+    0, the null block, stands where a group needs none.
+    """
+
+    request_id: str
+    num_tokens: int
+    tables: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
 class BlocksAllocated:
-    """Blocks joined the end of a request's table in one group."""
+    """New blocks joined a request's table in one group, at these columns."""
 
     request_id: str
     group: int
+    columns: tuple[int, ...]
     block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BlockEvicted:
+    """A free block is about to be handed out and forgets what it was published as."""
+
+    block_id: int
+
+
+@dataclass(frozen=True)
+class BlockPublished:
+    """A block is complete, has been written, and can be hit from now on."""
+
+    request_id: str
+    group: int
+    column: int
+    block_id: int
+
+
+@dataclass(frozen=True)
+class StateAccess:
+    """What a row's step does to states in one group.
+
+    ``read`` is a block, or None to start from zero; ``writes`` are *(block, tokens in the state)*.
+    """
+
+    request_id: str
+    group: int
+    read: int | None
+    writes: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -59,10 +102,25 @@ class RowScheduled:
 
 @dataclass(frozen=True)
 class BlocksFreed:
-    """A request gave all its blocks back."""
+    """A request gave back columns that no later step of its own will read."""
+
+    request_id: str
+    group: int
+    columns: tuple[int, ...]
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RequestReleased:
+    """A request gave back everything it held, in this order."""
 
     request_id: str
     block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CacheReset:
+    """All published blocks were forgotten."""
 
 
 @dataclass(frozen=True)
@@ -89,30 +147,43 @@ class RequestFinished:
 
 
 Event = (
-    EngineStarted | RequestAdded | StepStarted | BlocksAllocated | RowScheduled | BlocksFreed
-    | RequestPreempted | TokenSampled | RequestFinished
+    EngineStarted | RequestAdded | StepStarted | PrefixHit | BlocksAllocated | BlockEvicted
+    | RowScheduled | StateAccess | TokenSampled | BlockPublished | BlocksFreed | RequestReleased
+    | RequestPreempted | RequestFinished | CacheReset
 )  # fmt: skip
 
 
 @dataclass
 class Row:
-    """A request on the board."""
+    """A request on the board.
+
+    Attributes:
+        tables: group -> block ids by column; 0 where nothing is held.
+        reads: group -> the block its step reads, where it reads one.
+        writes: group -> the blocks its step writes.
+    """
 
     num_prompt_tokens: int
     num_computed: int = 0
     num_sampled: int = 0
+    num_cached: int = 0
     kind: str = "waiting"
     num_scheduled: int = 0
-    tables: dict[int, list[int]] = field(default_factory=dict)  # group -> block ids
+    tables: dict[int, list[int]] = field(default_factory=dict)
+    reads: dict[int, int] = field(default_factory=dict)
+    writes: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass
 class Board:
-    """All block tables at one moment.
+    """All block tables and the pool at one moment.
 
     Attributes:
         rows: live requests by id, in order of arrival.
-        owner: block id -> request id, for every block in use.
+        owners: block id -> ids of the requests that hold it, for every block in use.
+        free: free blocks, the next to be handed out first (a dict used as an ordered set).
+        published: block id -> *(group, column)* it is published as.
+        contents: block id -> tokens in the state it holds, for Mamba blocks that were written.
     """
 
     step: int = 0
@@ -120,17 +191,25 @@ class Board:
     block_size: int = 0
     groups: tuple[str, ...] = ()
     rows: dict[str, Row] = field(default_factory=dict)
-    owner: dict[int, str] = field(default_factory=dict)
+    owners: dict[int, list[str]] = field(default_factory=dict)
+    free: dict[int, None] = field(default_factory=dict)
+    published: dict[int, tuple[int, int]] = field(default_factory=dict)
+    contents: dict[int, int] = field(default_factory=dict)
 
     @property
     def num_free(self) -> int:
         """Blocks nobody owns; the null block does not count."""
-        return self.num_blocks - 1 - len(self.owner)
+        return len(self.free)
 
 
-def reduce(events: Iterable[Event]) -> Board:
-    """Fold a log, or any prefix of one, into the board at its end."""
-    board = Board()
+def reduce(events: Iterable[Event], board: Board | None = None) -> Board:
+    """Fold a log, or any prefix of one, into the board at its end.
+
+    Args:
+        events: in order.
+        board: go on from here instead of from the beginning; it is mutated.
+    """
+    board = Board() if board is None else board
     for event in events:
         _apply(board, event)
     return board
@@ -140,6 +219,7 @@ def _apply(board: Board, event: Event) -> None:
     match event:
         case EngineStarted(num_blocks, groups, block_size):
             board.num_blocks, board.groups, board.block_size = num_blocks, groups, block_size
+            board.free = dict.fromkeys(range(1, num_blocks))
         case RequestAdded(request_id, num_prompt_tokens):
             board.rows[request_id] = Row(num_prompt_tokens)
         case StepStarted(step):
@@ -147,20 +227,61 @@ def _apply(board: Board, event: Event) -> None:
             for row in board.rows.values():
                 row.num_computed += row.num_scheduled
                 row.num_scheduled = 0
-        case BlocksAllocated(request_id, group, block_ids):
-            board.rows[request_id].tables.setdefault(group, []).extend(block_ids)
-            board.owner.update(dict.fromkeys(block_ids, request_id))
+                row.reads, row.writes = {}, {}
+        case PrefixHit(request_id, num_tokens, tables):
+            row = board.rows[request_id]
+            row.num_computed = row.num_cached = num_tokens
+            for group, blocks in enumerate(tables):
+                for column, block in enumerate(blocks):
+                    _hold(board, request_id, group, column, block)
+        case BlocksAllocated(request_id, group, columns, block_ids):
+            for column, block in zip(columns, block_ids, strict=True):
+                board.contents.pop(block, None)
+                _hold(board, request_id, group, column, block)
+        case BlockEvicted(block_id):
+            del board.published[block_id]
         case RowScheduled(request_id, kind, num_computed, num_tokens):
             row = board.rows[request_id]
             row.kind, row.num_computed, row.num_scheduled = kind, num_computed, num_tokens
-        case BlocksFreed(request_id, block_ids):
-            for block_id in block_ids:
-                del board.owner[block_id]
+        case StateAccess(request_id, group, read, writes):
+            row = board.rows[request_id]
+            if read is not None:
+                row.reads[group] = read
+            row.writes[group] = tuple(block for block, _ in writes)
+            board.contents.update(writes)
+        case TokenSampled(request_id, _):
+            board.rows[request_id].num_sampled += 1
+        case BlockPublished(_, group, column, block_id):
+            board.published[block_id] = (group, column)
+        case BlocksFreed(request_id, group, columns, block_ids):
+            for column, block in zip(columns, block_ids, strict=True):
+                board.rows[request_id].tables[group][column] = 0
+                _let_go(board, request_id, block)
+        case RequestReleased(request_id, block_ids):
             board.rows[request_id].tables.clear()
+            for block in block_ids:
+                _let_go(board, request_id, block)
         case RequestPreempted(request_id):
             row = board.rows[request_id]
             row.kind, row.num_computed, row.num_scheduled = "waiting", 0, 0
-        case TokenSampled(request_id, _):
-            board.rows[request_id].num_sampled += 1
+            row.reads, row.writes = {}, {}
         case RequestFinished(request_id, _):
             del board.rows[request_id]
+        case CacheReset():
+            board.published.clear()
+
+
+def _hold(board: Board, request_id: str, group: int, column: int, block: int) -> None:
+    table = board.rows[request_id].tables.setdefault(group, [])
+    table.extend([0] * (column + 1 - len(table)))
+    if block:
+        table[column] = block
+        board.free.pop(block, None)
+        board.owners.setdefault(block, []).append(request_id)
+
+
+def _let_go(board: Board, request_id: str, block: int) -> None:
+    board.owners[block].remove(request_id)
+    if not board.owners[block]:
+        del board.owners[block]
+        board.free[block] = None

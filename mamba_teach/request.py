@@ -57,6 +57,8 @@ class Request:
     Attributes:
         arrival: number of the request, counting from 0; the engine's order of precedence.
         seed: of its random numbers.
+        cache_salt: requests with different salts never share a block.
+        block_hashes: chained hashes of the full blocks of known tokens, filled by the cache.
         num_computed_tokens: tokens in the states and keys; 0 again after a preemption.
         num_cached_tokens: prompt tokens that a prefix hit spared, at the first admission.
         num_prefills: times the request was admitted; more than 1 after preemptions.
@@ -68,6 +70,8 @@ class Request:
     params: SamplingParams
     arrival: int = 0
     seed: int = 0
+    cache_salt: str | None = None
+    block_hashes: list[bytes] = field(default_factory=list)
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mamba_teach import events
-from mamba_teach.cache.manager import CacheManager
+from mamba_teach.cache.coordinator import CacheCoordinator, TableUpdates
 from mamba_teach.config import EngineConfig
 from mamba_teach.request import Request, Status
 
@@ -35,24 +35,32 @@ class ScheduledRow:
     is_decode: bool
     samples: bool
 
+    @property
+    def kind(self) -> str:
+        return "decode" if self.is_decode else "prefill"
+
 
 @dataclass(frozen=True)
 class Schedule:
     """A step: its rows, decode rows first, and what changed in the block tables since the last one.
 
     Attributes:
-        freed: ids of requests that lost all their blocks (finished, aborted, preempted). To be
-            applied before ``new_blocks``.
-        new_blocks: request id -> block ids to append, one list per group.
+        updates: to be applied to copies of the tables before the rows are computed.
     """
 
     rows: tuple[ScheduledRow, ...]
-    freed: tuple[str, ...]
-    new_blocks: dict[str, list[list[int]]]
+    updates: TableUpdates
 
 
 class Scheduler:
-    """Queues of waiting and running requests over a cache manager.
+    """Queues of waiting and running requests over the cache.
+
+    Args:
+        config: budgets.
+        cache: blocks and hits.
+        align_chunks: end prefill chunks on block boundaries where the budget allows; in mode
+            "align" a state is kept at the end of a chunk, and only a whole block can be hit.
+        emit: the event log.
 
     Attributes:
         waiting: in order of arrival; preempted requests at the front.
@@ -60,15 +68,18 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: EngineConfig, cache: CacheManager, emit: Callable[[events.Event], None]
+        self,
+        config: EngineConfig,
+        cache: CacheCoordinator,
+        align_chunks: bool,
+        emit: Callable[[events.Event], None],
     ) -> None:
         self.config = config
         self.cache = cache
+        self.align_chunks = align_chunks
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._emit = emit
-        self._freed: list[str] = []
-        self._new_blocks: dict[str, list[list[int]]] = {}
 
     def add(self, request: Request) -> None:
         """Queue a request that passed the checks at the door."""
@@ -86,39 +97,33 @@ class Scheduler:
         for request in by_urgency:
             if request.status is not Status.RUNNING:
                 continue  # preempted a moment ago, to make room
-            if (num_tokens := self._tokens_for(request, rows)) == 0:
+            n = request.num_computed_tokens
+            if (num_tokens := self._tokens_for(request, n, rows)) == 0:
                 break
-            if self._make_room(request, request.num_computed_tokens + num_tokens, rows):
+            if self._make_room(request, n + num_tokens, rows):
                 rows.append(self._row(request, num_tokens))
         # Whoever was just preempted would come straight back and be preempted again.
         made_room = any(request.status is not Status.RUNNING for request in by_urgency)
         while self.waiting and not made_room and len(self.running) < self.config.max_num_seqs:
             request = self.waiting[0]
-            num_tokens = self._tokens_for(request, rows)
-            # Blocks for all known tokens, not for this chunk alone: a request that is let in bit by
-            # bit is thrown out half-way.
-            if num_tokens == 0 or not self._allocate(request, request.num_tokens):
+            hit = self.cache.find_hit(request)
+            num_tokens = self._tokens_for(request, hit, rows)
+            if num_tokens == 0 or not self.cache.admit(request, hit, num_tokens):
                 break
-            self._admit(request)
+            self._admit(request, hit)
             rows.append(self._row(request, num_tokens))
         rows.sort(key=lambda row: not row.is_decode)
         for row in rows:
-            self._emit(
-                events.RowScheduled(
-                    row.request.request_id,
-                    "decode" if row.is_decode else "prefill",
-                    row.num_computed,
-                    row.num_tokens,
-                )
-            )
-        schedule = Schedule(tuple(rows), tuple(self._freed), self._new_blocks)
-        self._freed, self._new_blocks = [], {}
-        return schedule
+            rid, n, kind = row.request.request_id, row.num_computed, row.kind
+            self._emit(events.RowScheduled(rid, kind, n, row.num_tokens))
+            self.cache.announce(row.request, n, n + row.num_tokens)
+        return Schedule(tuple(rows), self.cache.drain_updates())
 
     def commit(self, row: ScheduledRow, sampled: int | None, finish_reason: str | None) -> None:
         """Record that a row was computed, the token it sampled if any, and whether it is done."""
         request = row.request
         request.num_computed_tokens += row.num_tokens
+        self.cache.commit(request, row.num_computed, request.num_computed_tokens)
         if sampled is not None:
             request.output_token_ids.append(sampled)
             self._emit(events.TokenSampled(request.request_id, sampled))
@@ -132,7 +137,7 @@ class Scheduler:
         queue = self.running if request.status is Status.RUNNING else self.waiting
         queue.remove(request)
         request.status, request.finish_reason = Status.FINISHED, reason
-        self._free(request)
+        self.cache.release(request.request_id)
         self._emit(events.RequestFinished(request.request_id, reason))
 
     def preempt(self, request: Request) -> None:
@@ -142,7 +147,7 @@ class Scheduler:
         request.status = Status.WAITING
         request.num_computed_tokens = 0
         request.num_preemptions += 1
-        self._free(request)
+        self.cache.release(request.request_id)
         self._emit(events.RequestPreempted(request.request_id))
 
     def discard(self, schedule: Schedule) -> None:
@@ -152,47 +157,45 @@ class Scheduler:
             if row.request.status is Status.RUNNING:
                 self.preempt(row.request)
 
-    def _tokens_for(self, request: Request, rows: list[ScheduledRow]) -> int:
-        """What the request would compute next, as far as the step's budget goes."""
+    def _tokens_for(self, request: Request, n: int, rows: list[ScheduledRow]) -> int:
+        """How many tokens the request would compute next, from position ``n`` on."""
         budget = self.config.max_num_batched_tokens - sum(row.num_tokens for row in rows)
-        return min(budget, request.num_tokens - request.num_computed_tokens)
+        end = min(n + budget, request.num_tokens)
+        if not self.align_chunks:
+            return end - n
+        # The longest prefix anybody can hit ends before the last token; no chunk runs over that
+        # boundary. Before it, chunks end on the grid, unless the budget does not reach the next
+        # line: then some tokens are better than none.
+        block_size = self.cache.block_size
+        last_boundary = (request.num_tokens - 1) // block_size * block_size
+        if n < last_boundary:
+            end = min(end, last_boundary)
+            aligned = end // block_size * block_size
+            end = aligned if aligned > n else end
+        return end - n
 
-    def _admit(self, request: Request) -> None:
+    def _admit(self, request: Request, hit: int) -> None:
         self.waiting.popleft()
         self.running.append(request)
         self.running.sort(key=lambda r: r.arrival)  # a resumed request keeps its old rank
         request.status = Status.RUNNING
+        request.num_computed_tokens = hit
+        if request.num_prefills == 0:
+            request.num_cached_tokens = hit
         request.num_prefills += 1
 
-    def _make_room(self, request: Request, num_tokens: int, rows: list[ScheduledRow]) -> bool:
-        """Grow a running request to ``num_tokens`` tokens, preempting later arrivals.
+    def _make_room(self, request: Request, seq_len: int, rows: list[ScheduledRow]) -> bool:
+        """Grow a running request to ``seq_len`` tokens, preempting later arrivals.
 
         Returns False if it had to go itself. Rows of preempted requests leave ``rows``.
         """
-        while not self._allocate(request, num_tokens):
+        while not self.cache.allocate(request, request.num_computed_tokens, seq_len):
             victim = self.running[-1]
             self.preempt(victim)
             rows[:] = [row for row in rows if row.request is not victim]
             if victim is request:
                 return False
         return True
-
-    def _allocate(self, request: Request, num_tokens: int) -> bool:
-        new = self.cache.allocate(request.request_id, num_tokens)
-        if new is None:
-            return False
-        if any(new):
-            self._new_blocks[request.request_id] = new
-        for group, block_ids in enumerate(new):
-            if block_ids:
-                self._emit(events.BlocksAllocated(request.request_id, group, tuple(block_ids)))
-        return True
-
-    def _free(self, request: Request) -> None:
-        self._new_blocks.pop(request.request_id, None)
-        if blocks := self.cache.free(request.request_id):
-            self._freed.append(request.request_id)
-            self._emit(events.BlocksFreed(request.request_id, tuple(blocks)))
 
     @staticmethod
     def _row(request: Request, num_tokens: int) -> ScheduledRow:

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mamba_teach.cache.manager import CacheManager
+from mamba_teach.cache.coordinator import CacheCoordinator
+from mamba_teach.cache.mode import CacheMode
 from mamba_teach.config import EngineConfig, ModelConfig
+
+STATE_BLOCKS = {
+    "none": "a state covers the whole request",
+    "align": "a state is kept where a chunk ends on a multiple",
+    "all": "a state is kept at every multiple",
+}
 
 
 @dataclass(frozen=True)
@@ -16,27 +23,36 @@ class EngineSummary:
 
     @classmethod
     def of(
-        cls, model: ModelConfig, engine: EngineConfig, cache: CacheManager, device: str
+        cls,
+        model: ModelConfig,
+        engine: EngineConfig,
+        mode: CacheMode,
+        cache: CacheCoordinator,
+        device: str,
     ) -> EngineSummary:
         """Summarise an engine."""
         groups, pool = cache.groups, cache.pool
-        attention = [g.spec for g in groups if g.spec.kind == "attention"]
-        mamba = [g.spec for g in groups if g.spec.kind == "mamba"]
+        by_kind = {group.spec.kind: group.spec for group in groups}
+        attention, mamba = by_kind.get("attention"), by_kind.get("mamba")
         lines = [
             ("device", device, f"asked for {engine.device!r}"),
             ("dtype", engine.dtype, f"SSM states are {engine.ssm_state_dtype}"),
             ("layers", model.pattern, f"{len(groups)} groups: {', '.join(g.name for g in groups)}"),
-            ("cache mode", "none", "one state per request and Mamba layer, advanced in place"),
+            ("cache mode", mode.effective, f"asked for {mode.requested!r}; {mode.reason}"),
         ]
         if attention:
             why = "as given" if engine.block_size else "a page must hold a Mamba state"
-            lines.append(("block size", f"{attention[0].block_size} tokens", why))
+            lines.append(("block size", f"{attention.block_size} tokens", why))
         if mamba:
-            state = sum(t.num_bytes for t in mamba[0].tensors)
-            padding = mamba[0].page_size_bytes - state
-            lines.append(("state", f"{state} bytes", f"per layer; its page has {padding} to spare"))
+            padding = mamba.page_size_bytes - mamba.content_bytes
+            kept = mamba.max_blocks_for(engine.max_model_len)
+            lines += [
+                ("state", f"{mamba.content_bytes} bytes", f"per layer; {padding} bytes of padding"),
+                ("state block", f"{mamba.block_size} tokens", STATE_BLOCKS[mode.effective]),
+                ("states per request", f"{kept}", "at most, in each Mamba group"),
+            ]
         page, positions = groups[0].spec.page_size_bytes, max(len(g.layers) for g in groups)
-        longest = cache.blocks_for(engine.max_model_len)
+        longest = cache.max_blocks_for(engine.max_model_len)
         why = "as given" if engine.num_blocks else f"{engine.max_num_seqs} requests of {longest}"
         lines += [
             ("page", f"{page} bytes", f"times {positions} layers of a group"),

@@ -1,19 +1,25 @@
 """What one layer keeps for a request, and how many blocks that takes.
 
 An attention layer keeps keys and values of every token: ``block_size`` tokens fill a page, and a
-request needs more pages as it grows. A Mamba2 layer keeps one state of fixed size, however long the
-request: one page. Both kinds of page have the same number of bytes, so that one pool can hand the
-same block ids to both.
+request needs more pages as it grows. A Mamba2 layer keeps a state of fixed size: one page holds the
+sum of *all* tokens up to some position. How many such positions are kept at once is the cache mode:
+
+* ``none``: one, the running state. A block covers the whole request.
+* ``align``: two at most, the running state and the one before it while a step moves on.
+* ``all``: one per ``block_size`` tokens, as long as nobody gives them back.
+
+Both kinds of page have the same number of bytes, so that one pool can hand the same block ids to both.
 
 Everything that must know how many blocks a request may take (the width of the block tables, the
-check at the door, the derived pool size, the allocator) asks the same method of the spec,
-``blocks_for``. Two formulas for one number is how such systems break.
+check at the door, the derived pool size, the summary) asks the same two methods of the spec,
+``columns_for`` and ``max_blocks_for``. Two formulas for one number is how such systems break.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import ClassVar
 
 from mamba_teach.config import DTYPE_BYTES, EngineConfig, ModelConfig
 
@@ -39,33 +45,69 @@ class LayerSpec:
     """What a page of one layer holds. Layers with equal specs can share a group.
 
     Attributes:
-        kind: "attention" or "mamba".
-        block_size: tokens a block covers. For attention, those whose keys and values it holds; for
-            Mamba all tokens of a request, for a state is the sum of them.
+        block_size: tokens a column of the block table stands for.
         tensors: (key, value) or (conv, ssm).
         page_size_bytes: bytes of a page, equal for all layers of an engine; what the tensors leave
             over is padding.
     """
 
-    kind: str
+    kind: ClassVar[str]
     block_size: int
     tensors: tuple[TensorSpec, TensorSpec]
     page_size_bytes: int
 
     def __post_init__(self) -> None:
-        content = sum(t.num_bytes for t in self.tensors)
-        if content > self.page_size_bytes:
+        if self.content_bytes > self.page_size_bytes:
             raise ValueError(
-                f"a {self.kind} block of {self.block_size} tokens holds {content} bytes, more than "
-                f"the page of {self.page_size_bytes} bytes"
+                f"a {self.kind} block of {self.block_size} tokens holds {self.content_bytes} bytes, "
+                f"more than the page of {self.page_size_bytes} bytes"
             )
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that a request of ``num_tokens`` tokens holds in this layer's group."""
+    @property
+    def content_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    def columns_for(self, num_tokens: int) -> int:
+        """Columns of the block table that a request of ``num_tokens`` tokens uses."""
         return cdiv(num_tokens, self.block_size)
 
+    def max_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that a request of ``num_tokens`` tokens holds at most, at any one time."""
+        return self.columns_for(num_tokens)
 
-def make_layer_specs(model: ModelConfig, engine: EngineConfig) -> dict[int, LayerSpec]:
+
+@dataclass(frozen=True)
+class AttentionSpec(LayerSpec):
+    """Keys and values of ``block_size`` tokens per page."""
+
+    kind: ClassVar[str] = "attention"
+
+
+@dataclass(frozen=True)
+class MambaSpec(LayerSpec):
+    """One state per page.
+
+    Attributes:
+        mamba_cache_mode: "none", "align" or "all".
+        num_speculative_blocks: scratch columns behind the last token's, one per draft token.
+    """
+
+    kind: ClassVar[str] = "mamba"
+    mamba_cache_mode: str
+    num_speculative_blocks: int = 0
+
+    def columns_for(self, num_tokens: int) -> int:
+        return cdiv(num_tokens, self.block_size) + self.num_speculative_blocks
+
+    def max_blocks_for(self, num_tokens: int) -> int:
+        states = cdiv(num_tokens, self.block_size)
+        kept = {"none": 1, "align": min(2, states), "all": states}[self.mamba_cache_mode]
+        return kept + self.num_speculative_blocks
+
+
+def make_layer_specs(
+    model: ModelConfig, engine: EngineConfig, mamba_cache_mode: str
+) -> dict[int, LayerSpec]:
     """One spec per layer that keeps anything, by layer index.
 
     Raises:
@@ -82,23 +124,31 @@ def make_layer_specs(model: ModelConfig, engine: EngineConfig) -> dict[int, Laye
         ),
     )
     state_bytes = sum(t.num_bytes for t in state) if mamba_layers else 0
-    block_size = engine.block_size or _derived_block_size(model, engine, state_bytes)
+    token_bytes = 2 * model.num_key_value_heads * model.head_dim * DTYPE_BYTES[engine.dtype]
+    derived = derived_block_size(state_bytes, token_bytes)
+    block_size = engine.block_size or derived
     keys = TensorSpec((block_size, model.num_key_value_heads, model.head_dim), engine.dtype)
     page = 2 * keys.num_bytes if attention_layers else state_bytes
     if page < state_bytes:
         raise ValueError(
             f"block_size={block_size}: an attention page of {page} bytes cannot hold a Mamba state "
-            f"of {state_bytes} bytes; at least {_derived_block_size(model, engine, state_bytes)} "
-            f"tokens are needed (None derives them)"
+            f"of {state_bytes} bytes; at least {derived} tokens are needed (None derives them)"
         )
-    specs = {i: LayerSpec("mamba", engine.max_model_len, state, page) for i in mamba_layers}
-    specs |= {i: LayerSpec("attention", block_size, (keys, keys), page) for i in attention_layers}
+    state_block = engine.max_model_len if mamba_cache_mode == "none" else block_size
+    specs: dict[int, LayerSpec] = {
+        i: MambaSpec(state_block, state, page, mamba_cache_mode) for i in mamba_layers
+    }
+    specs |= {i: AttentionSpec(block_size, (keys, keys), page) for i in attention_layers}
     return specs
 
 
-def _derived_block_size(model: ModelConfig, engine: EngineConfig, state_bytes: int) -> int:
-    """Smallest multiple of 16 tokens whose keys and values take at least ``state_bytes``."""
-    token_bytes = 2 * model.num_key_value_heads * model.head_dim * DTYPE_BYTES[engine.dtype]
+def derived_block_size(state_bytes: int, token_bytes: int) -> int:
+    """Smallest multiple of 16 tokens whose keys and values take at least ``state_bytes``.
+
+    Args:
+        state_bytes: of one Mamba layer's state, conv window included.
+        token_bytes: of one token's key and value in one attention layer.
+    """
     return BLOCK_MULTIPLE * max(1, cdiv(state_bytes, BLOCK_MULTIPLE * token_bytes))
 
 

@@ -60,8 +60,11 @@ class HybridModel(nn.Module):
         model: the trunk.
         lm_head: ``hidden -> vocab``; shares the embedding's storage if tied.
         mtp: the drafter, or None.
+        supports_checkpoints: whether prefill can keep states at positions inside a chunk.
         tokenizer: of the checkpoint the model came from, or None; not part of the state dict.
     """
+
+    supports_checkpoints = True
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

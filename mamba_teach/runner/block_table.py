@@ -11,11 +11,11 @@ import torch
 
 from mamba_teach.cache.block_pool import NULL_BLOCK_ID
 from mamba_teach.cache.groups import CacheGroup
-from mamba_teach.scheduler import Schedule
+from mamba_teach.cache.coordinator import TableUpdates
 
 
 class BlockTables:
-    """``(max_num_seqs, width)`` int32 per group; unused entries are the null block.
+    """``(max_num_seqs, width)`` int32 per group; entries that hold nothing are the null block.
 
     Attributes:
         tables: one per group, on the host.
@@ -26,33 +26,37 @@ class BlockTables:
     ) -> None:
         self.tables = [
             torch.full(
-                (max_num_seqs, group.spec.blocks_for(max_model_len)), NULL_BLOCK_ID,
+                (max_num_seqs, group.spec.columns_for(max_model_len)),
+                NULL_BLOCK_ID,
                 dtype=torch.int32,
             )
             for group in groups
-        ]  # fmt: skip
+        ]
         self._row_of: dict[str, int] = {}
         self._free_rows = list(reversed(range(max_num_seqs)))
-        self._filled: dict[str, list[int]] = {}  # entries in use, per group
 
-    def apply(self, schedule: Schedule) -> None:
-        """Bring the tables up to a schedule: clear rows of freed requests, append new blocks."""
-        for request_id in schedule.freed:
+    def apply(self, updates: TableUpdates) -> None:
+        """Bring the tables up to date: clear rows of requests that left, then write entries."""
+        for request_id in updates.cleared:
             if (row := self._row_of.pop(request_id, None)) is not None:
                 for table in self.tables:
                     table[row] = NULL_BLOCK_ID
                 self._free_rows.append(row)
-                del self._filled[request_id]
-        for request_id, new_blocks in schedule.new_blocks.items():
-            if request_id not in self._row_of:
-                self._row_of[request_id] = self._free_rows.pop()
-                self._filled[request_id] = [0] * len(self.tables)
-            row, filled = self._row_of[request_id], self._filled[request_id]
-            for group, blocks in enumerate(new_blocks):
-                start, stop = filled[group], filled[group] + len(blocks)
-                self.tables[group][row, start:stop] = torch.tensor(blocks, dtype=torch.int32)
-                filled[group] = stop
+        for group, table in enumerate(self.tables):
+            entries = [
+                (self._row_for(request_id), column, block)
+                for request_id, of_group, column, block in updates.writes
+                if of_group == group
+            ]
+            if entries:
+                row, column, block = torch.tensor(entries).T
+                table[row, column] = block.int()
 
     def rows(self, request_ids: list[str]) -> torch.Tensor:
         """Row numbers of requests, ``(len(request_ids),)`` int64, in the order asked for."""
         return torch.tensor([self._row_of[r] for r in request_ids], dtype=torch.int64)
+
+    def _row_for(self, request_id: str) -> int:
+        if request_id not in self._row_of:
+            self._row_of[request_id] = self._free_rows.pop()
+        return self._row_of[request_id]

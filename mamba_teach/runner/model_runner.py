@@ -8,7 +8,7 @@ from mamba_teach.cache.groups import CacheGroup
 from mamba_teach.config import EngineConfig
 from mamba_teach.model.hybrid import HybridModel
 from mamba_teach.runner.block_table import BlockTables
-from mamba_teach.runner.pages import allocate_pages
+from mamba_teach.runner.pages import allocate_pages, poison_blocks
 from mamba_teach.runner.sampler import sample
 from mamba_teach.runner.step_metadata import StepMetadataBuilder
 from mamba_teach.scheduler import Schedule
@@ -32,6 +32,7 @@ class ModelRunner:
         num_blocks: int,
     ) -> None:
         self.model = model
+        self.poison = config.poison
         device = model.device
         chunk_size = CPU_CHUNK_SIZE if device.type == "cpu" else model.config.chunk_size
         num_layers = len(model.config.pattern)
@@ -46,7 +47,9 @@ class ModelRunner:
         Returns:
             One entry per row: the token it sampled, or None if it has more known tokens to compute.
         """
-        self.tables.apply(schedule)
+        self.tables.apply(schedule.updates)
+        if self.poison:
+            poison_blocks(self.caches, schedule.updates.unowned)
         if not schedule.rows:
             return []
         inputs = self.metadata.build(schedule, self.tables)

@@ -13,6 +13,8 @@ A view's slot stride is the page, larger than the tensor itself, so every kernel
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from mamba_teach.cache.groups import CacheGroup
@@ -58,3 +60,10 @@ def page_views(raw: torch.Tensor, spec: LayerSpec) -> tuple[torch.Tensor, torch.
         views.append(flat[:, :numel].unflatten(1, tensor.shape))
         offset += tensor.num_bytes
     return views[0], views[1]
+
+
+def poison_blocks(caches: list[LayerCache], blocks: list[int]) -> None:
+    """Fill blocks with NaN in every layer: from now on, whoever reads one shows it."""
+    for cache in caches:
+        for tensor in () if cache is None else (vars(cache).values()):
+            tensor[blocks] = math.nan

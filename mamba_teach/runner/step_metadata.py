@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from mamba_kernels import build_chunk_layout
+from mamba_teach.cache.columns import last_computed_column, last_scheduled_column
 from mamba_teach.cache.groups import CacheGroup
+from mamba_teach.cache.specs import MambaSpec
 from mamba_teach.model.metadata import (
     AttentionMetadata,
     LayerMetadata,
@@ -96,32 +98,43 @@ class StepMetadataBuilder:
         )
 
     def _mamba(self, group: CacheGroup, table: torch.Tensor, rows: StepRows) -> MambaMetadata:
-        """A request has one state, in column 0: it is read, advanced and written in place."""
-        slots = table[:, 0]
+        """Columns to slots: a row reads the state of its last computed token, writes that of its last
+        scheduled one, and in mode "all" one at every block boundary in between."""
+        spec = group.spec
+        assert isinstance(spec, MambaSpec)
+        n = rows.num_computed
+        seq_lens = n + rows.query_start_loc.diff()
+        src_column = last_computed_column(n, spec.block_size).clamp(min=0)
+        src = table.gather(1, src_column[:, None])[:, 0]
+        dst_column = last_scheduled_column(seq_lens, spec.block_size)
+        dst = table.gather(1, dst_column[:, None])[:, 0]
         decodes = rows.num_decodes
         decode = prefill = None
         if decodes:
-            decode_slots = self._send(slots[:decodes])
+            decode_src, decode_dst = self._send(src[:decodes]), self._send(dst[:decodes])
             decode = MambaDecode(
                 query_start_loc=self._send(rows.query_start_loc[: decodes + 1].int()),
-                conv_src_slots=decode_slots,
-                conv_dst_slots=decode_slots,
-                ssm_src_slots=decode_slots[:, None],
-                ssm_dst_slots=decode_slots[:, None],
+                conv_src_slots=decode_src,
+                conv_dst_slots=decode_dst,
+                ssm_src_slots=decode_src[:, None],
+                ssm_dst_slots=decode_dst[:, None],
             )
-        if decodes < len(slots):
+        if decodes < len(src):
             starts = (rows.query_start_loc[decodes:] - rows.num_decode_tokens).int()
-            computed = rows.num_computed[decodes:].int()
-            prefill_slots = self._send(slots[decodes:])
+            computed = n[decodes:].int()
+            checkpoints = None
+            if spec.mamba_cache_mode == "all":
+                checkpoints = block_checkpoints(
+                    n[decodes:], seq_lens[decodes:], table[decodes:], spec.block_size
+                )
             prefill = MambaPrefill(
                 query_start_loc=self._send(starts),
                 num_computed_tokens=self._send(computed),
-                src_slots=prefill_slots,
-                dst_slots=prefill_slots,
+                src_slots=self._send(src[decodes:]),
+                dst_slots=self._send(dst[decodes:]),
                 has_initial_state=self._send(computed > 0),
-                layout=build_chunk_layout(
-                    self._send(starts), self._send(computed), self.chunk_size
-                ),
+                layout=build_chunk_layout(starts, computed, self.chunk_size, checkpoints),
+                checkpoints=None if checkpoints is None else self._send(checkpoints),
             )
         return MambaMetadata(rows.num_decode_tokens, decode, prefill)
 
@@ -147,3 +160,25 @@ class StepMetadataBuilder:
 
     def _send(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, non_blocking=True)
+
+
+def block_checkpoints(
+    n: torch.Tensor, seq_lens: torch.Tensor, table: torch.Tensor, block_size: int
+) -> torch.Tensor:
+    """The block boundaries strictly inside each row's step.
+
+    A boundary at the very end needs none: there the row's last scheduled column *is* the block.
+
+    Args:
+        n, seq_lens: ``(P,)`` tokens before and after the step.
+        table: ``(P, width)`` block table rows.
+
+    Returns:
+        ``(C, 3)`` int32 rows *(sequence, end position in its query, slot)*.
+    """
+    first = n // block_size
+    counts = last_scheduled_column(seq_lens, block_size) - first  # (P,)
+    row = torch.repeat_interleave(counts)  # (C,): 0 0 2 2 2 ...
+    column = first[row] + torch.arange(row.numel()) - (counts.cumsum(0) - counts)[row]
+    end = (column + 1) * block_size - n[row]
+    return torch.stack([row, end, table[row, column]], dim=1).int()

@@ -2,14 +2,16 @@
 
     step 7   8 running   201 blocks of 48 tokens, 57 free
     request  kind         tokens  mamba 0   mamba 1   attention 0
-    r0       decode     611 +  1  [  1]     [  2]     [  3  4  5 ..]
+    r0       decode     611 +  1  [  1]     [  2]     [.. 13 14 15]
+
+A dot is a column that holds nothing.
 """
 
 from __future__ import annotations
 
 from mamba_teach.events import Board, Row
 
-MAX_IDS = 6  # of one table; the rest becomes ".."
+MAX_IDS = 6  # of one table, the newest; the rest becomes ".."
 
 
 def render_board(board: Board) -> str:
@@ -36,5 +38,6 @@ def _cells(row: Row, num_groups: int) -> list[str]:
 
 
 def _ids(table: list[int]) -> str:
-    ids = " ".join(f"{block:3d}" for block in table[:MAX_IDS])
-    return f"[{ids}{' ..' if len(table) > MAX_IDS else ''}]"
+    shown = table[-MAX_IDS:]
+    ids = " ".join(f"{block:3d}" if block else "  ." for block in shown)
+    return f"[{'.. ' if len(table) > MAX_IDS else ''}{ids}]"

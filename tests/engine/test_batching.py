@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,15 +23,19 @@ def engine_for(pattern: str = "M*M-", **settings_: object) -> Engine:
 
 
 def assert_consistent(engine: Engine) -> None:
-    """Every block has one owner or is free; the board that follows from the log says the same."""
+    """Tables, reference counts, free list, hash index and event log tell one story."""
+    pool = engine.cache.pool
     held = {r.request_id: engine.cache.block_ids(r.request_id) for r in engine.scheduler.running}
-    owned = [block for tables in held.values() for table in tables for block in table]
-    assert len(owned) == len(set(owned)), "a block has two owners"
-    assert 0 not in owned, "the null block was handed out"
-    assert len(owned) + engine.cache.pool.num_free == engine.cache.pool.num_blocks - 1
+    owners = Counter(b for tables in held.values() for table in tables for b in table if b)
+    assert {b: pool.num_owners(b) for b in owners} == owners, "reference counts are off"
+    free = pool.free_order()
+    assert sorted([*free, *owners]) == list(range(1, pool.num_blocks)), "a block leaks or is doubled"
+    keys = {b: pool.key_of(b) for b in range(pool.num_blocks) if pool.key_of(b)}
+    assert all(pool.lookup(key) == b for b, key in keys.items()), "the two indexes disagree"
     board = reduce(engine.events)
-    assert sorted(board.owner) == sorted(owned)
-    assert board.num_free == engine.cache.pool.num_free
+    assert {b: len(o) for b, o in board.owners.items()} == owners
+    assert list(board.free) == free
+    assert set(board.published) == set(keys)
     for request_id, tables in held.items():
         assert [board.rows[request_id].tables.get(g, []) for g in range(len(tables))] == tables
     for request in engine.scheduler.waiting:
@@ -41,26 +47,33 @@ operations = st.lists(
         st.tuples(st.just("add"), st.integers(1, 70), st.integers(1, 8)),
         st.tuples(st.just("step"), st.integers(1, 3), st.just(0)),
         st.tuples(st.just("abort"), st.integers(0, 9), st.just(0)),
+        st.tuples(st.just("reset"), st.just(0), st.just(0)),
     ),
     min_size=2,
     max_size=14,
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     script=operations,
     budget=st.integers(4, 40),
-    num_blocks=st.integers(9, 24),
+    spare_blocks=st.integers(0, 12),
     num_seqs=st.integers(1, 4),
     pattern=st.sampled_from(["M*M-", "MMM*", "MM", "*-"]),
+    mode=st.sampled_from(["none", "align", "all"]),
+    block_size=st.sampled_from([12, 16, 20]),
 )
 def test_any_history_gives_the_tokens_of_a_lone_request(
-    script: list, budget: int, num_blocks: int, num_seqs: int, pattern: str
-) -> None:
+    script: list, budget: int, spare_blocks: int, num_seqs: int, pattern: str, mode: str,
+    block_size: int,
+) -> None:  # fmt: skip
+    # What the longest request (77 tokens) may need in the smallest blocks, and a little more.
+    num_blocks = {"none": 11, "align": 14, "all": 29}[mode] + spare_blocks
     engine = engine_for(
-        pattern, max_num_batched_tokens=budget, num_blocks=num_blocks, max_num_seqs=num_seqs
-    )
+        pattern, max_num_batched_tokens=budget, num_blocks=num_blocks, max_num_seqs=num_seqs,
+        mamba_cache_mode=mode, block_size=block_size, poison=True,
+    )  # fmt: skip
     prompts: dict[str, tuple[list[int], int]] = {}
     done: dict[str, list[int]] = {}
     aborted: set[str] = set()
@@ -75,12 +88,16 @@ def test_any_history_gives_the_tokens_of_a_lone_request(
 
     for operation, number, extra in script:
         if operation == "add":
-            prompt = random_prompt(number, seed=len(prompts))
+            family = random_prompt(60, seed=len(prompts) % 2)  # shared prefixes, of two families
+            prompt = family[: number // 2] + random_prompt(number - number // 2, len(prompts))
             params = SamplingParams(max_tokens=extra)
             prompts[engine.add_request(prompt, params)] = (prompt, extra)
         elif operation == "step":
             for _ in range(number):
                 step()
+        elif operation == "reset":
+            engine.reset_prefix_cache()
+            assert_consistent(engine)
         elif prompts:
             victim = list(prompts)[number % len(prompts)]
             if victim not in done:
@@ -104,8 +121,13 @@ def test_batched_tokens_equal_those_of_the_same_request_alone() -> None:
     prompts = [random_prompt(n, seed=n) for n in (1, 2, 3, 15, 16, 17, 40, 63, 64, 65)]
     params = SamplingParams(max_tokens=20)
     alone = [engine_for(max_num_seqs=1).generate([p], params)[0].token_ids for p in prompts]
-    for budget, num_blocks in [(512, None), (13, None), (7, 14)]:
-        engine = engine_for(max_num_batched_tokens=budget, num_blocks=num_blocks)
+    for mode, budget, num_blocks in [
+        ("none", 512, None), ("none", 13, None), ("none", 7, 14),
+        ("align", 512, None), ("align", 13, 14), ("all", 512, None), ("all", 13, 20),
+    ]:  # fmt: skip
+        engine = engine_for(
+            max_num_batched_tokens=budget, num_blocks=num_blocks, mamba_cache_mode=mode
+        )
         together = [o.token_ids for o in engine.generate(prompts, params)]
         assert together == alone
 
@@ -114,7 +136,7 @@ def test_preemption_happens_and_costs_only_time() -> None:
     prompts = [random_prompt(30, seed=i) for i in range(4)]
     params = SamplingParams(max_tokens=40)
     roomy = engine_for().generate(prompts, params)
-    tight = engine_for(num_blocks=16).generate(prompts, params)
+    tight = engine_for(num_blocks=16, enable_prefix_caching=False).generate(prompts, params)
     assert sum(o.num_preemptions for o in roomy) == 0
     assert sum(o.num_preemptions for o in tight) > 0
     assert [o.token_ids for o in tight] == [o.token_ids for o in roomy]
@@ -124,7 +146,9 @@ def test_preemption_happens_and_costs_only_time() -> None:
 def test_a_replay_is_a_prefill_and_samples_nothing_until_it_has_caught_up() -> None:
     # Prompt 10, 4 outputs, preempted, resumed with a budget of 12: chunks 0-12 and 12-14.
     prompt = random_prompt(10, seed=3)
-    engine = engine_for(max_num_batched_tokens=12, max_num_seqs=2)
+    engine = engine_for(
+        max_num_batched_tokens=12, max_num_seqs=2, enable_prefix_caching=False
+    )
     request_id = engine.add_request(prompt, SamplingParams(max_tokens=8))
     outputs = [engine.step()[0] for _ in range(4)]
     request = engine.scheduler.running[0]

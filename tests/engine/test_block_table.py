@@ -6,16 +6,16 @@ import torch
 from support.models import random_prompt, toy_config, toy_model
 
 from mamba_teach import Engine, EngineConfig, SamplingParams
+from mamba_teach.cache.coordinator import TableUpdates
 from mamba_teach.cache.groups import make_groups
 from mamba_teach.cache.specs import make_layer_specs
 from mamba_teach.runner.block_table import BlockTables
-from mamba_teach.scheduler import Schedule
 
 CONFIG = EngineConfig(max_num_seqs=3, max_model_len=64)
 
 
 def make_tables() -> BlockTables:
-    groups = make_groups(make_layer_specs(toy_config("M*"), CONFIG))
+    groups = make_groups(make_layer_specs(toy_config("M*"), CONFIG, "none"))
     assert [g.name for g in groups] == ["mamba 0", "attention 0"]
     return BlockTables(groups, CONFIG.max_num_seqs, CONFIG.max_model_len)
 
@@ -25,12 +25,16 @@ def row_of(tables: BlockTables, request_id: str) -> list[list[int]]:
     return [table[row].tolist() for table in tables.tables]
 
 
+def writes(request_id: str, state: int, *pages: int) -> list[tuple[str, int, int, int]]:
+    return [(request_id, 0, 0, state), *((request_id, 1, c, b) for c, b in enumerate(pages))]
+
+
 def test_rows_stay_with_their_requests() -> None:
     tables = make_tables()
-    tables.apply(Schedule((), (), {"A": [[1], [2]], "B": [[3], [4, 5]], "C": [[6], [7]]}))
+    tables.apply(TableUpdates([], writes("A", 1, 2) + writes("B", 3, 4, 5) + writes("C", 6, 7)))
     rows = {r: int(tables.rows([r])) for r in "ABC"}
     # A ends, D comes in its place, C grows, all in one step.
-    tables.apply(Schedule((), ("A",), {"C": [[], [8]], "D": [[9], [10]]}))
+    tables.apply(TableUpdates(["A"], [("C", 1, 1, 8), *writes("D", 9, 10)]))
     assert {r: int(tables.rows([r])) for r in "BC"} == {r: rows[r] for r in "BC"}
     assert row_of(tables, "B") == [[3], [4, 5, 0, 0]]
     assert row_of(tables, "C") == [[6], [7, 8, 0, 0]]
@@ -40,10 +44,10 @@ def test_rows_stay_with_their_requests() -> None:
 
 def test_a_freed_row_points_at_the_null_block() -> None:
     tables = make_tables()
-    tables.apply(Schedule((), (), {"A": [[1], [2, 3]]}))
-    tables.apply(Schedule((), ("A",), {}))
+    tables.apply(TableUpdates([], writes("A", 1, 2, 3)))
+    tables.apply(TableUpdates(["A"]))
     assert all(int(table.count_nonzero()) == 0 for table in tables.tables)
-    tables.apply(Schedule((), ("stranger",), {}))  # freed before it ever had a row
+    tables.apply(TableUpdates(["stranger"]))  # gone before it ever had a row
 
 
 def test_width_is_what_the_longest_request_needs() -> None:

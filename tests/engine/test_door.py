@@ -73,7 +73,8 @@ def engine_of_ten_blocks(num_blocks: int = 11) -> Engine:
     return Engine(
         model,
         EngineConfig(
-            block_size=4, num_blocks=num_blocks, max_model_len=64, max_num_seqs=2, device="cpu"
+            block_size=4, num_blocks=num_blocks, max_model_len=64, max_num_seqs=2, device="cpu",
+            enable_prefix_caching=False,
         ),
     )
 
@@ -122,11 +123,15 @@ def test_end_token_stops_unless_ignored() -> None:
     assert (ignored.token_ids, ignored.finish_reason) == (free, "length")
 
 
-def test_abort_in_every_phase_gives_everything_back() -> None:
-    engine = engine_for(num_blocks=9, max_num_seqs=2, max_num_batched_tokens=16)
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
+def test_abort_in_every_phase_gives_everything_back(mode: str) -> None:
+    engine = engine_for(
+        num_blocks=13, max_num_seqs=2, max_num_batched_tokens=16, mamba_cache_mode=mode
+    )
     full = engine.cache.pool.num_free
     prompt = random_prompt(40, seed=0)
     for _ in range(2):
+        engine.reset_prefix_cache()  # the second round shall prefill as the first
         waiting = engine.add_request(prompt)  # waiting: no step yet
         engine.abort(waiting)
         assert engine.cache.pool.num_free == full
@@ -152,14 +157,14 @@ def test_abort_in_every_phase_gives_everything_back() -> None:
         assert engine.cache.pool.num_free == full
         assert not engine.has_unfinished_requests()
     # The pool is whole: it can be filled to the last block.
-    blocks = engine.cache.pool.allocate(full)
+    blocks, _ = engine.cache.pool.allocate(full)
     assert len(set(blocks)) == full
     assert all(type(b) is int for b in blocks)
 
 
 def test_double_free_raises() -> None:
     pool = BlockPool(4)
-    blocks = pool.allocate(2)
+    blocks, _ = pool.allocate(2)
     pool.free(blocks)
     with pytest.raises(RuntimeError, match=f"block {blocks[0]} is freed but not in use"):
         pool.free(blocks[:1])

@@ -1,0 +1,32 @@
+"""Columns: where in a block table row a Mamba state is, told from token counts alone.
+
+``n`` tokens are computed before a step, ``seq_len`` after it, ``B`` is the block size. Column ``c``
+covers tokens ``c * B .. (c + 1) * B - 1``; a state after ``n`` tokens lives in the column of its last
+token. These functions take plain integers or integer tensors alike.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def last_computed_column(n: T, block_size: int) -> T:
+    """Column of the state after ``n >= 1`` tokens: of token ``n - 1``."""
+    return (n - 1) // block_size  # type: ignore[operator]
+
+
+def first_scheduled_column(n: T, block_size: int) -> T:
+    """Column of the step's first token, number ``n``."""
+    return n // block_size  # type: ignore[operator]
+
+
+def last_scheduled_column(seq_len: T, block_size: int) -> T:
+    """Column of the step's last token, number ``seq_len - 1``."""
+    return (seq_len - 1) // block_size  # type: ignore[operator]
+
+
+def boundaries(n: int, seq_len: int, block_size: int) -> range:
+    """Multiples of ``block_size`` in ``(n, seq_len]``: the positions at which a block is complete."""
+    return range((n // block_size + 1) * block_size, seq_len + 1, block_size)

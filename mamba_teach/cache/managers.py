@@ -1,0 +1,185 @@
+"""One manager per kind of layer: which blocks a request holds in one group, and what can be hit.
+
+Attention needs every block from the first token on, so its look-up goes left to right and stops at
+the first gap. A Mamba state is the sum of everything before it, so one block is enough, and its look-up
+goes right to left: the longest prefix at whose end a state was kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mamba_teach.cache.block_pool import NULL_BLOCK_ID, BlockKey, BlockPool
+from mamba_teach.cache.columns import (
+    boundaries,
+    first_scheduled_column,
+    last_computed_column,
+    last_scheduled_column,
+)
+from mamba_teach.cache.specs import AttentionSpec, LayerSpec, MambaSpec
+
+HashList = Sequence[bytes]  # chained hashes of a request's full blocks
+
+
+class GroupManager:
+    """Block tables of all requests in one group.
+
+    Attributes:
+        tables: request id -> block ids by column; the null block where nothing is held.
+    """
+
+    def __init__(self, group: int, spec: LayerSpec, pool: BlockPool) -> None:
+        self.group = group
+        self.spec = spec
+        self.pool = pool
+        self.tables: dict[str, list[int]] = {}
+
+    def longest_hit(self, hashes: HashList, limit: int) -> int:
+        """Blocks of the longest prefix, at most ``limit``, that this group can supply."""
+        raise NotImplementedError
+
+    def hit_blocks(self, hashes: HashList, num_blocks: int) -> list[int]:
+        """The table of a hit of ``num_blocks`` blocks; the null block where none is needed."""
+        raise NotImplementedError
+
+    def missing_columns(self, request_id: str, n: int, seq_len: int, known: int) -> list[int]:
+        """Columns that must get a block before tokens ``n .. seq_len - 1`` can be computed.
+
+        Args:
+            known: tokens the request has, computed or not.
+        """
+        raise NotImplementedError
+
+    def place(self, request_id: str, columns: Sequence[int], blocks: Sequence[int]) -> None:
+        """Put new blocks into a request's columns."""
+        table = self.tables.setdefault(request_id, [])
+        for column, block in zip(columns, blocks, strict=True):
+            table.extend([NULL_BLOCK_ID] * (column + 1 - len(table)))
+            assert table[column] == NULL_BLOCK_ID, f"{request_id}: column {column} is taken"
+            table[column] = block
+
+    def publish(
+        self, request_id: str, hashes: HashList, n: int, seq_len: int
+    ) -> list[tuple[int, int]]:
+        """Publish the blocks completed by tokens ``n .. seq_len - 1``; they must have been written.
+
+        Returns:
+            *(column, block)* of those that were not known before.
+        """
+        published = []
+        table = self.tables[request_id]
+        for end in self.written_boundaries(n, seq_len):
+            column = end // self.spec.block_size - 1
+            block = table[column]
+            if block == NULL_BLOCK_ID or self.pool.key_of(block) is not None:
+                continue
+            if self.pool.publish(block, BlockKey(hashes[column], self.group)):
+                published.append((column, block))
+        return published
+
+    def written_boundaries(self, n: int, seq_len: int) -> range:
+        """Positions at which a step ``n .. seq_len - 1`` completes a block and keeps it."""
+        return boundaries(n, seq_len, self.spec.block_size)
+
+    def blocks_behind(self, request_id: str, seq_len: int) -> list[tuple[int, int]]:
+        """*(column, block)* of what the request will not need after ``seq_len`` tokens."""
+        return []
+
+    def drop_columns(self, request_id: str, columns: Sequence[int]) -> None:
+        """Replace columns by the null block, without freeing."""
+        for column in columns:
+            self.tables[request_id][column] = NULL_BLOCK_ID
+
+    def release(self, request_id: str) -> list[int]:
+        """Forget a request; returns the blocks it held, the last column first.
+
+        That order makes its tail the first to be evicted, and a prefix the last.
+        """
+        table = self.tables.pop(request_id, [])
+        return [block for block in reversed(table) if block != NULL_BLOCK_ID]
+
+
+class AttentionManager(GroupManager):
+    """Every block from the first token on."""
+
+    spec: AttentionSpec
+
+    def longest_hit(self, hashes: HashList, limit: int) -> int:
+        for i, block_hash in enumerate(hashes[:limit]):
+            if self.pool.lookup(BlockKey(block_hash, self.group)) is None:
+                return i
+        return min(limit, len(hashes))
+
+    def hit_blocks(self, hashes: HashList, num_blocks: int) -> list[int]:
+        found = [self.pool.lookup(BlockKey(h, self.group)) for h in hashes[:num_blocks]]
+        assert None not in found, "a hit was shortened by nobody"
+        return [block for block in found if block is not None]
+
+    def missing_columns(self, request_id: str, n: int, seq_len: int, known: int) -> list[int]:
+        # Blocks for all known tokens, not for this chunk alone: a prompt that is let in bit by bit
+        # is thrown out half-way.
+        held = len(self.tables.get(request_id, []))
+        return list(range(held, self.spec.columns_for(known)))
+
+
+class MambaManager(GroupManager):
+    """The running state, and what the mode keeps besides."""
+
+    spec: MambaSpec
+
+    def __init__(self, group: int, spec: MambaSpec, pool: BlockPool) -> None:
+        super().__init__(group, spec, pool)
+        self._first_held: dict[str, int] = {}  # no column before it holds a block
+
+    def longest_hit(self, hashes: HashList, limit: int) -> int:
+        for i in range(min(limit, len(hashes)), 0, -1):
+            if self.pool.lookup(BlockKey(hashes[i - 1], self.group)) is not None:
+                return i
+        return 0
+
+    def hit_blocks(self, hashes: HashList, num_blocks: int) -> list[int]:
+        if num_blocks == 0:
+            return []
+        block = self.pool.lookup(BlockKey(hashes[num_blocks - 1], self.group))
+        assert block is not None, "a hit was shortened by nobody"
+        return [NULL_BLOCK_ID] * (num_blocks - 1) + [block]
+
+    def missing_columns(self, request_id: str, n: int, seq_len: int, known: int) -> list[int]:
+        last = last_scheduled_column(seq_len, self.spec.block_size)
+        keeps_all = self.spec.mamba_cache_mode == "all"
+        first = first_scheduled_column(n, self.spec.block_size) if keeps_all else last
+        table = self.tables.get(request_id, [])
+        return [c for c in range(first, last + 1) if c >= len(table) or table[c] == NULL_BLOCK_ID]
+
+    def written_boundaries(self, n: int, seq_len: int) -> range:
+        if self.spec.mamba_cache_mode == "all":
+            return boundaries(n, seq_len, self.spec.block_size)
+        # Only the end of the step is kept, and it completes a block only if it lies on the grid.
+        return range(seq_len, seq_len + 1 if seq_len % self.spec.block_size == 0 else seq_len)
+
+    def blocks_behind(self, request_id: str, seq_len: int) -> list[tuple[int, int]]:
+        keep_from = last_scheduled_column(seq_len, self.spec.block_size)
+        first = self._first_held.get(request_id, 0)
+        self._first_held[request_id] = max(first, keep_from)
+        table = self.tables[request_id]
+        behind = [(column, table[column]) for column in range(first, keep_from)]
+        return [(column, block) for column, block in behind if block != NULL_BLOCK_ID]
+
+    def release(self, request_id: str) -> list[int]:
+        self._first_held.pop(request_id, None)
+        return super().release(request_id)
+
+    def accesses(
+        self, request_id: str, n: int, seq_len: int
+    ) -> tuple[int | None, list[tuple[int, int]]]:
+        """What the step ``n .. seq_len - 1`` does to states.
+
+        Returns:
+            The block it reads (None if it starts from zero), and *(block, tokens in the state)* of
+            what it writes.
+        """
+        table, size = self.tables[request_id], self.spec.block_size
+        read = table[last_computed_column(n, size)] if n else None
+        ends = [*self.written_boundaries(n, seq_len), seq_len]
+        written = {table[last_computed_column(end, size)]: end for end in ends}
+        return read, list(written.items())
