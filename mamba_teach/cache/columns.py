@@ -7,24 +7,24 @@ token. These functions take plain integers or integer tensors alike.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any
 
-T = TypeVar("T")
+IntOrTensor = Any  # this module knows no torch
 
 
-def last_computed_column(n: T, block_size: int) -> T:
+def last_computed_column(n: IntOrTensor, block_size: int) -> IntOrTensor:
     """Column of the state after ``n >= 1`` tokens: of token ``n - 1``."""
-    return (n - 1) // block_size  # type: ignore[operator]
+    return (n - 1) // block_size
 
 
-def first_scheduled_column(n: T, block_size: int) -> T:
+def first_scheduled_column(n: IntOrTensor, block_size: int) -> IntOrTensor:
     """Column of the step's first token, number ``n``."""
-    return n // block_size  # type: ignore[operator]
+    return n // block_size
 
 
-def last_scheduled_column(seq_len: T, block_size: int) -> T:
+def last_scheduled_column(seq_len: IntOrTensor, block_size: int) -> IntOrTensor:
     """Column of the step's last token, number ``seq_len - 1``."""
-    return (seq_len - 1) // block_size  # type: ignore[operator]
+    return (seq_len - 1) // block_size
 
 
 def boundaries(n: int, seq_len: int, block_size: int) -> range:

@@ -14,7 +14,7 @@ from mamba_teach import events
 from mamba_teach.cache.block_hash import first_parent, hash_block
 from mamba_teach.cache.block_pool import NULL_BLOCK_ID, BlockPool
 from mamba_teach.cache.groups import CacheGroup
-from mamba_teach.cache.managers import AttentionManager, GroupManager, MambaManager
+from mamba_teach.cache.managers import MambaManager, make_manager
 from mamba_teach.request import Request
 
 
@@ -52,12 +52,7 @@ class CacheCoordinator:
     ) -> None:
         self.groups = groups
         self.pool = BlockPool(num_blocks)
-        self.managers: list[GroupManager] = [
-            (MambaManager if group.spec.kind == "mamba" else AttentionManager)(
-                i, group.spec, self.pool
-            )
-            for i, group in enumerate(groups)
-        ]
+        self.managers = [make_manager(i, g.spec, self.pool) for i, g in enumerate(groups)]
         self.caches_prefixes = caches_prefixes
         self._emit = emit
         self._updates = TableUpdates()

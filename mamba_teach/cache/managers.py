@@ -183,3 +183,11 @@ class MambaManager(GroupManager):
         ends = [*self.written_boundaries(n, seq_len), seq_len]
         written = {table[last_computed_column(end, size)]: end for end in ends}
         return read, list(written.items())
+
+
+def make_manager(group: int, spec: LayerSpec, pool: BlockPool) -> GroupManager:
+    """The manager for a spec's kind."""
+    if isinstance(spec, MambaSpec):
+        return MambaManager(group, spec, pool)
+    assert isinstance(spec, AttentionSpec)
+    return AttentionManager(group, spec, pool)

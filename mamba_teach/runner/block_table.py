@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from mamba_teach.cache.block_pool import NULL_BLOCK_ID
-from mamba_teach.cache.groups import CacheGroup
 from mamba_teach.cache.coordinator import TableUpdates
+from mamba_teach.cache.groups import CacheGroup
 
 
 class BlockTables:
