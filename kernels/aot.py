@@ -275,7 +275,10 @@ def table(reports: list[Report], markdown: bool = False) -> str:
         return "\n".join(lines)
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
     return "\n".join(
-        "  ".join(cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
+        "  ".join(
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths))
+        )
         for row in rows
     )
 
@@ -297,13 +300,13 @@ def main() -> None:
     parser.add_argument("--sass", action="store_true", help="print the machine code")
     parser.add_argument("--json", metavar="FILE", help="write the reports as JSON; - is the terminal")
     parser.add_argument("--code", action="store_true", help="put the code into the JSON as well")
-    parser.add_argument("--markdown", metavar="FILE", nargs="?", const="-",
-                        help="the table as Markdown, printed or put between the marks of FILE")  # fmt: skip
+    place = "the table as Markdown, printed or put between the marks of FILE"
+    parser.add_argument("--markdown", metavar="FILE", nargs="?", const="-", help=place)
     parser.add_argument("-j", type=int, default=1, metavar="N", help="processes (default 1)")
     arguments = parser.parse_args()
 
     _use_compiler()
-    import triton
+    from mamba_kernels.backend import triton  # sees to Triton's mode; a plain import would not
 
     archs = list(TARGETS) if "all" in arguments.arch else arguments.arch
     processes = min(max(arguments.j, 1), os.cpu_count() or 1)
@@ -316,16 +319,26 @@ def main() -> None:
         for report in reports:
             code = report.code or {}
             wanted = "ptx" if arguments.ptx else "sass"
-            print(f"// {report.case}, {report.arch}\n{code.get(wanted) or code.get('amdgcn')}")
-    elif arguments.json:
+            print(f"// {report.case}, {report.arch}")
+            print(code.get(wanted) or code.get("amdgcn"))
+    if arguments.json:
         data = {"triton": triton.__version__, "reports": [asdict(r) for r in reports]}
-        text = json.dumps(data, indent=1)
-        print(text) if arguments.json == "-" else Path(arguments.json).write_text(text)
-    elif arguments.markdown:
+        _write(arguments.json, json.dumps(data, indent=1))
+    if arguments.markdown:
         measured = f"Compiled with triton {triton.__version__}.\n\n{table(reports, markdown=True)}"
-        print(measured) if arguments.markdown == "-" else _refresh(Path(arguments.markdown), measured)
-    else:
+        if arguments.markdown != "-":
+            _refresh(Path(arguments.markdown), measured)
+        else:
+            print(measured)
+    if not (arguments.ptx or arguments.sass or arguments.json or arguments.markdown):
         print(table(reports))
+
+
+def _write(path: str, text: str) -> None:
+    if path == "-":
+        print(text)
+    else:
+        Path(path).write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mamba_teach.config import EngineConfig, ModelConfig
     from mamba_teach.engine import Engine
     from mamba_teach.events import reduce
+    from mamba_teach.ghost import GhostModel
     from mamba_teach.model.checkpoint import load_model, save_model
     from mamba_teach.model.hybrid import HybridModel
     from mamba_teach.request import RequestOutput, RequestRefused, SamplingParams
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Engine": "mamba_teach.engine",
     "EngineConfig": "mamba_teach.config",
+    "GhostModel": "mamba_teach.ghost",
     "HybridModel": "mamba_teach.model.hybrid",
     "ModelConfig": "mamba_teach.config",
     "RequestOutput": "mamba_teach.request",
@@ -33,6 +35,7 @@ _HOME = {
 __all__ = [
     "Engine",
     "EngineConfig",
+    "GhostModel",
     "HybridModel",
     "ModelConfig",
     "RequestOutput",

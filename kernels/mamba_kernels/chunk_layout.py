@@ -81,12 +81,17 @@ class ChunkLayout:
             for f in fields(self)
             if isinstance(value := getattr(self, f.name), torch.Tensor)
         }
-        packed = torch.cat(list(tensors.values()))
+        # Each starts on a multiple of 16 bytes, wherever the others end: Triton compiles a kernel
+        # anew for a pointer that does not.
+        padded = [torch.nn.functional.pad(t, (0, t.numel() % 2)) for t in tensors.values()]
+        packed = torch.cat(padded)
         if non_blocking and device.type == "cuda":
             packed = packed.pin_memory()  # else the copy waits for the GPU after all
         moved = packed.to(device, non_blocking=non_blocking)
-        pieces = moved.split([value.numel() for value in tensors.values()])
-        return replace(self, **dict(zip(tensors, pieces)))
+        pieces = moved.split([t.numel() for t in padded])
+        return replace(
+            self, **{name: piece[: tensors[name].numel()] for name, piece in zip(tensors, pieces)}
+        )
 
 
 def build_chunk_layout(

@@ -88,14 +88,16 @@ def launch_chunk_state(
     least_step: float,
 ) -> Between:
     """Step sizes, exponents, and what each chunk adds to the state."""
+    _check_span(layout, x=x, dt=dt, B=B)
     num_tokens, num_heads, head_dim = x.shape
     per_token = torch.empty(3, num_heads, num_tokens, dtype=torch.float32, device=x.device)
     shape = (layout.num_chunks, num_heads, head_dim, B.shape[2])
-    between = Between(*per_token, torch.empty(shape, dtype=torch.float32, device=x.device))
+    states = torch.empty(shape, dtype=torch.float32, device=x.device)
+    between = Between(per_token[0], per_token[1], per_token[2], states)
     config = _config("chunk_state_kernel", x, B)
     launch(
         chunk_state_kernel, (cdiv(head_dim, config["BLOCK_P"]), num_heads, layout.num_chunks),
-        x, dt, A, B, dt_bias, *per_token, between.states, layout.cu_chunk_seqlens,
+        x, dt, A, B, dt_bias, *per_token, states, layout.cu_chunk_seqlens,
         num_tokens, float(dt_limit[0]), float(dt_limit[1]), least_step,
         *x.stride(), *dt.stride(), *B.stride(), **config,
     )  # fmt: skip
@@ -132,6 +134,7 @@ def launch_chunk_scan(
     layout: ChunkLayout,
 ) -> torch.Tensor:
     """The outputs, given the states before each chunk."""
+    _check_span(layout, x=x, B=B, C=C)
     num_tokens, num_heads, head_dim = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     y[layout.num_tokens :].zero_()  # padding; nothing is launched for an empty slice
@@ -143,6 +146,17 @@ def launch_chunk_scan(
         num_tokens, *x.stride(), *B.stride(), *C.stride(), **config,
     )  # fmt: skip
     return y
+
+
+def _check_span(layout: ChunkLayout, **tensors: torch.Tensor) -> None:
+    """Kernels find a chunk with 64-bit arithmetic and its tokens, from there, with 32-bit."""
+    for name, tensor in tensors.items():
+        span = layout.longest_chunk * tensor.stride(0)
+        if span >= 2**31:
+            raise ValueError(
+                f"{name} has a token stride of {tensor.stride(0)}: a chunk of {layout.longest_chunk} "
+                f"tokens spans {span} numbers; allowed are fewer than 2**31"
+            )
 
 
 def _config(kernel_name: str, x: torch.Tensor, B: torch.Tensor) -> dict[str, Any]:

@@ -73,7 +73,8 @@ def chunk_state_kernel(
     A = tl.load(A_ptr + head).to(tl.float32)
     dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
 
-    # 64 bits once, for the chunk's place; inside a chunk 32 are enough.
+    # 64 bits once, for the chunk's place; inside a chunk 32 are enough (chunk_scan_launch checks).
+    # 64 throughout would cost the scan 12 registers a thread, and with them one program in four.
     x_ptr += start * stride_x_token + head * stride_x_head
     B_ptr += start * stride_B_token + (head // HEADS_PER_GROUP) * stride_B_group
     raw_dt_ptr += start * stride_dt_token + head * stride_dt_head
@@ -122,7 +123,11 @@ def chunk_decay(hi_ptr, lo_ptr, cu_chunk_seqlens_ptr, chunk):
 # Nothing is computed here but one multiply-add per element, so a program wants few registers and
 # many neighbours: 8 rows of 128 fp32 numbers are 4 KiB, two 16-byte loads a thread. The chain from
 # chunk to chunk is long; what keeps the memory busy is that each turn's load is issued a turn ahead.
-@jit(do_not_specialize=["num_tokens"])
+#
+# Slots and flags are slices of the engine's buffers that start anywhere; single numbers are read from
+# them. Their alignment must not make variants, which would be compiled in the middle of serving.
+@jit(do_not_specialize=["num_tokens", "src_slots_ptr", "dst_slots_ptr", "has_initial_state_ptr",
+                        "checkpoints_ptr"])
 def pass_states_kernel(
     states_ptr, hi_ptr, lo_ptr, pool_ptr, src_slots_ptr, dst_slots_ptr, has_initial_state_ptr,
     checkpoints_ptr, cu_seq_chunks_ptr, cu_chunk_seqlens_ptr, checkpoint_order_ptr,

@@ -55,10 +55,11 @@ def _input_at(x_ptr, state_ptr, start, src, position, stride_x_token, stride_sta
     entry = position + HISTORY
     from_x = channel < tl.where(position >= 0, CHANNELS, 0)
     from_state = channel < tl.where((position < 0) & (entry >= 0) & (src > 0), CHANNELS, 0)
-    new = tl.load(x_ptr + (start + position) * stride_x_token + channel, mask=from_x, other=0.0)
+    new = tl.load(x_ptr + (start + position) * stride_x_token + channel,
+                  mask=from_x, other=0.0).to(tl.float32)
     old = tl.load(state_ptr + src * stride_state_slot + entry * stride_state_entry + channel,
-                  mask=from_state, other=0.0)
-    return tl.where(from_x, new.to(tl.float32), old.to(tl.float32))
+                  mask=from_state, other=0.0).to(tl.float32)
+    return tl.where(from_x, new, old)
 
 
 @jit
@@ -86,6 +87,35 @@ def _keep_window(x_ptr, state_ptr, start, src, end, slot, stride_x_token, stride
              mask=mask)
 
 
+@jit
+def _keep_checkpoints(x_ptr, state_ptr, checkpoints_ptr, num_checkpoints, seq, start, src,
+                      source_slot, stride_x_token, stride_state_slot, stride_state_entry, channel,
+                      CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SEARCH: tl.constexpr,
+                      ON_SOURCE: tl.constexpr):
+    """The checkpoints of a sequence that its first tile writes: early ones, or those on its source."""
+    for c0 in range(0, num_checkpoints, BLOCK_SEARCH):
+        c = c0 + tl.arange(0, BLOCK_SEARCH)
+        some = c < num_checkpoints
+        seqs = tl.load(checkpoints_ptr + c * 3, mask=some, other=-1)
+        ends = tl.load(checkpoints_ptr + c * 3 + 1, mask=some, other=WIDTH)
+        slots = tl.load(checkpoints_ptr + c * 3 + 2, mask=some, other=0)
+        if ON_SOURCE:
+            mine = (seqs == seq) & (slots > 0) & (slots == source_slot)
+        else:
+            mine = (seqs == seq) & (slots > 0) & (slots != source_slot) & (ends < WIDTH - 1)
+        if tl.sum(mine.to(tl.int32), axis=0) > 0:  # rare: look at them one by one
+            for i in range(c0, tl.minimum(c0 + BLOCK_SEARCH, num_checkpoints)):
+                end = tl.load(checkpoints_ptr + i * 3 + 1).to(tl.int64)
+                slot = tl.load(checkpoints_ptr + i * 3 + 2).to(tl.int64)
+                if ON_SOURCE:
+                    wanted = slot == source_slot
+                else:
+                    wanted = (slot != source_slot) & (end < WIDTH - 1)
+                if (tl.load(checkpoints_ptr + i * 3) == seq) & wanted & (slot > 0):
+                    _keep_window(x_ptr, state_ptr, start, src, end, slot, stride_x_token,
+                                 stride_state_slot, stride_state_entry, channel, CHANNELS, WIDTH)
+
+
 @jit(do_not_specialize=["num_seqs", "num_tokens", "num_checkpoints"])
 def causal_conv1d_fn_kernel(
     x_ptr, weight_ptr, bias_ptr, state_ptr, y_ptr, query_start_loc_ptr, src_slots_ptr,
@@ -105,8 +135,11 @@ def causal_conv1d_fn_kernel(
         checkpoint = checkpoints_ptr + (program - tile_programs) * 3
         checkpoint_end = tl.load(checkpoint + 1).to(tl.int64)
         checkpoint_slot = tl.load(checkpoint + 2).to(tl.int64)
-        if (checkpoint_end >= HISTORY) & (checkpoint_slot > 0):
-            first = tl.load(query_start_loc_ptr + tl.load(checkpoint)).to(tl.int64)
+        owner = tl.load(checkpoint)
+        owner_src = tl.load(src_slots_ptr + owner).to(tl.int64)
+        # One in its own sequence's source slot is left to the program that reads the history there.
+        if (checkpoint_end >= HISTORY) & (checkpoint_slot > 0) & (checkpoint_slot != owner_src):
+            first = tl.load(query_start_loc_ptr + owner).to(tl.int64)
             nothing = checkpoint_slot * 0
             _keep_window(x_ptr, state_ptr, first, nothing, checkpoint_end, checkpoint_slot,
                          stride_x_token, stride_state_slot, stride_state_entry, channel,
@@ -155,25 +188,23 @@ def causal_conv1d_fn_kernel(
         y = silu(y)
     tl.store(y_pointer, y, mask=(position < length)[:, None] & mask[None, :])
 
-    # Whoever reads the history also writes what may lie on top of it: the final window (prefill may
-    # work in place), after the few checkpoints that still need the history. Another program could
-    # write it too early.
+    # Whoever reads the history also writes what needs it, and what may lie on top of it: another
+    # program could write too early. First what goes elsewhere (the few checkpoints that still need
+    # the history, the final window), last what goes into the source slot: the final window of a
+    # prefill in place, or the checkpoint of a running state that completes its block.
     if tile == 0:
-        for c0 in range(0, num_checkpoints, BLOCK_SEARCH):
-            c = c0 + tl.arange(0, BLOCK_SEARCH)
-            seqs = tl.load(checkpoints_ptr + c * 3, mask=c < num_checkpoints, other=-1)
-            ends = tl.load(checkpoints_ptr + c * 3 + 1, mask=c < num_checkpoints, other=HISTORY)
-            if tl.sum(((seqs == seq) & (ends < HISTORY)).to(tl.int32), axis=0) > 0:
-                for i in range(c0, tl.minimum(c0 + BLOCK_SEARCH, num_checkpoints)):
-                    early_seq = tl.load(checkpoints_ptr + i * 3)
-                    early_end = tl.load(checkpoints_ptr + i * 3 + 1).to(tl.int64)
-                    early_slot = tl.load(checkpoints_ptr + i * 3 + 2).to(tl.int64)
-                    if (early_seq == seq) & (early_end < HISTORY) & (early_slot > 0):
-                        _keep_window(x_ptr, state_ptr, start, src, early_end, early_slot,
-                                     stride_x_token, stride_state_slot, stride_state_entry,
-                                     channel, CHANNELS, WIDTH)
         dst = tl.load(dst_slots_ptr + seq).to(tl.int64)
-        if dst > 0:
+        source_slot = tl.load(src_slots_ptr + seq).to(tl.int64)
+        _keep_checkpoints(x_ptr, state_ptr, checkpoints_ptr, num_checkpoints, seq, start, src,
+                          source_slot, stride_x_token, stride_state_slot, stride_state_entry,
+                          channel, CHANNELS, WIDTH, BLOCK_SEARCH, ON_SOURCE=False)
+        if (dst > 0) & (dst != source_slot):
+            _keep_window(x_ptr, state_ptr, start, src, length, dst, stride_x_token,
+                         stride_state_slot, stride_state_entry, channel, CHANNELS, WIDTH)
+        _keep_checkpoints(x_ptr, state_ptr, checkpoints_ptr, num_checkpoints, seq, start, src,
+                          source_slot, stride_x_token, stride_state_slot, stride_state_entry,
+                          channel, CHANNELS, WIDTH, BLOCK_SEARCH, ON_SOURCE=True)
+        if (dst > 0) & (dst == source_slot):
             _keep_window(x_ptr, state_ptr, start, src, length, dst, stride_x_token,
                          stride_state_slot, stride_state_entry, channel, CHANNELS, WIDTH)
 

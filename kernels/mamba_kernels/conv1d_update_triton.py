@@ -28,9 +28,10 @@ def load_taps(weight_ptr, channel, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
     """The weights of each channel as four vectors, oldest tap first."""
     tap = tl.arange(0, 4) - (4 - WIDTH)
     w = tl.load(weight_ptr + channel[:, None] * WIDTH + tap[None, :],
-                mask=(channel < CHANNELS)[:, None] & (tap >= 0)[None, :], other=0.0)
+                mask=(channel < CHANNELS)[:, None] & (tap >= 0)[None, :],
+                other=0.0).to(tl.float32)
     # (C, 4) -> (C, 2, 2); each split takes the last axis apart.
-    even, odd = tl.split(tl.reshape(w.to(tl.float32), [BLOCK_C, 2, 2]))
+    even, odd = tl.split(tl.reshape(w, [BLOCK_C, 2, 2]))
     w0, w2 = tl.split(even)
     w1, w3 = tl.split(odd)
     return w0, w1, w2, w3

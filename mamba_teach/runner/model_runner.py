@@ -33,6 +33,7 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.poison = config.poison
+        self.watch_step = getattr(model, "watch_step", None)  # the ghost's; others need none
         device = model.device
         chunk_size = CPU_CHUNK_SIZE if device.type == "cpu" else model.config.chunk_size
         num_layers = len(model.config.pattern)
@@ -53,6 +54,8 @@ class ModelRunner:
         if not schedule.rows:
             return []
         inputs = self.metadata.build(schedule, self.tables)
+        if self.watch_step is not None:
+            self.watch_step(schedule.rows)
         hidden = self.model(inputs.token_ids, inputs.metadata, self.caches)
         logits = self.model.compute_logits(hidden[inputs.sample_positions])
         sampled = iter(sample(logits, [row.request for row in schedule.rows if row.samples]))

@@ -36,7 +36,8 @@ assert torch.allclose(y, z)
 
 def run(*code: str, switch: str | None = None, **environment: str) -> str:
     """Run lines in a fresh process; what it printed."""
-    setting = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "MAMBA_KERNELS_TRITON")}
+    ours = ("TRITON_INTERPRET", "MAMBA_KERNELS_TRITON")
+    setting = {name: value for name, value in os.environ.items() if name not in ours}
     setting |= environment | {"PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *sys.path])}
     if switch is not None:
         setting["MAMBA_KERNELS_TRITON"] = switch
@@ -86,14 +87,16 @@ def test_triton_imported_first_in_the_other_mode() -> None:
     out = run("import triton", IMPORT, TORCH_WORKS, TRITON_REFUSED)
     assert out.startswith("conflict\nRuntimeError triton was imported before mamba_kernels")
     assert "kernels must be interpreted" in out and "TRITON_INTERPRET=1" in out
-    out = run("import triton", IMPORT, TORCH_WORKS, TRITON_REFUSED, switch="compile", TRITON_INTERPRET="1")
+    out = run("import triton", IMPORT, TORCH_WORKS, TRITON_REFUSED, switch="compile",
+              TRITON_INTERPRET="1")  # fmt: skip
     assert out.startswith("conflict\nRuntimeError") and "TRITON_INTERPRET=0" in out
 
 
 @no_gpu
 @needs_triton
 def test_triton_imported_first_in_the_right_mode() -> None:
-    assert run("import triton", IMPORT, TORCH_WORKS, TRITON_WORKS, TRITON_INTERPRET="1") == "interpret"
+    early = run("import triton", IMPORT, TORCH_WORKS, TRITON_WORKS, TRITON_INTERPRET="1")
+    assert early == "interpret"
     # Half right is wrong: the variable set after triton's import.
     late = "import triton, os; os.environ['TRITON_INTERPRET'] = '1'"
     assert run(late, IMPORT, TORCH_WORKS) == "conflict"
@@ -104,7 +107,8 @@ def test_each_module_can_be_imported_first(hidden: bool) -> None:
     """Each in its own child of a process that has torch; with triton, and without."""
     if not hasattr(os, "fork"):
         pytest.skip("needs fork")
-    modules = [f"mamba_kernels.{path.stem}" for path in PACKAGE.glob("*.py") if path.stem != "__init__"]
+    stems = [path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__"]
+    modules = [f"mamba_kernels.{stem}" for stem in stems]
     code = f"""
 import os, sys, importlib, torch
 assert "triton" not in sys.modules

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernel_reference import Pool
 
+import mamba_kernels
 from mamba_kernels import copy_states
 from mamba_kernels.checks import debug_checks
 from mamba_kernels.launch import count_launches
@@ -23,12 +29,15 @@ class Layers:
 
     def __init__(
         self, layers: int = 2, slots: int = 8, window: tuple[int, int] = (5, 6),
-        ssm: tuple[int, ...] = (2, 3, 4), conv_dtype: torch.dtype = torch.float32, page_gap: int = 5,
-        seed: int = 0,
+        ssm: tuple[int, ...] = (2, 3, 4), conv_dtype: torch.dtype = torch.float32,
+        page_gap: int = 5, seed: int = 0,
     ) -> None:  # fmt: skip
         g = torch.Generator().manual_seed(seed)
         self.pools = [
-            (Pool(slots, window, math.nan, page_gap, conv_dtype), Pool(slots, ssm, math.nan, page_gap))
+            (
+                Pool(slots, window, math.nan, page_gap, conv_dtype),
+                Pool(slots, ssm, math.nan, page_gap),
+            )
             for _ in range(layers)
         ]
         for pool in (pool for pair in self.pools for pool in pair):
@@ -100,7 +109,7 @@ def test_shifting_in_place(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_later_triple_may_overwrite_an_earlier_source(backend: str) -> None:
-    """B = 4, six tokens a step from n = 3: column 1 is scratch of the first boundary, then the second's."""
+    """B = 4, tokens 4 .. 8 in one step: column 1 first has the state after 4, then that after 8."""
     Layers().check([(2, 1, 0), (6, 2, 4)], backend)
 
 
@@ -124,7 +133,8 @@ def test_states_larger_than_one_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     from mamba_kernels.tuning_table import TABLE
 
     monkeypatch.setitem(TABLE, "copy_states_kernel", [("any", {}, {"BLOCK_WORDS": 4})])
-    Layers(window=(5, 16), ssm=(2, 3, 8), page_gap=8).check([(2, 3, 1), (4, 4, 2), (5, 2, 0)], "triton")
+    layers = Layers(window=(5, 16), ssm=(2, 3, 8), page_gap=8)
+    layers.check([(2, 3, 1), (4, 4, 2), (5, 2, 0)], "triton")
 
 
 @pytest.mark.interpreter
@@ -138,13 +148,53 @@ def test_one_launch_for_all_layers() -> None:
     assert count.by_kernel == {"copy_states_kernel": 1}
 
 
+IN_ORDER = """
+import importlib, triton
+from mamba_kernels import backend
+from triton.backends.compiler import GPUTarget
+for module in ("copy_states", "state_update_triton"):
+    for case in importlib.import_module("mamba_kernels." + module).aot_cases()[:1]:
+        for target in (GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)):
+            code = triton.compile(case.source(), target=target, options=case.options()).asm["ttgir"]
+            state = [line for line in code.splitlines()
+                     if "tt.load" in line or "tt.store" in line or "convert_layout" in line]
+            print(module, *state, sep="\\n")
+"""
+
+
+@pytest.mark.aot
+def test_each_thread_writes_where_it_has_read() -> None:
+    """What makes working in place safe: loads and stores of states have one layout, so a thread
+    meets only words that it moves itself, in program order. Looked up in the compiler's own code.
+    """
+    pytest.importorskip("triton", reason="needs the compiler")
+    environment = os.environ | {
+        "MAMBA_KERNELS_TRITON": "compile", "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1",
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(mamba_kernels.__file__).parents[1]), *filter(None, sys.path)]),
+    }  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", IN_ORDER], env=environment, capture_output=True,
+                          text=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for block in re.split(r"^(?=copy_states|state_update)", done.stdout, flags=re.M)[1:]:
+        kernel, *lines = block.splitlines()
+        if kernel == "copy_states":
+            assert not [line for line in lines if "convert_layout" in line]
+        # The states: 2-dimensional tiles, or the words of copy_states.
+        wanted = r"tensor<\d+x\d+x!tt.ptr<\w+>, (#\w+)>" if "update" in kernel else (
+            r"tensor<\d+x!tt.ptr<i64>, (#\w+)>")  # fmt: skip
+        layouts = {kind: set(re.findall(wanted, "\n".join(x for x in lines if kind in x)))
+                   for kind in ("tt.load", "tt.store")}  # fmt: skip
+        assert len(layouts["tt.load"]) == 1 and layouts["tt.load"] == layouts["tt.store"], block
+
+
 def test_wrong_arguments_are_named() -> None:
     slots = torch.tensor([1, 2], dtype=torch.int32)
     pairs = Layers().pairs
     odd = [pairs[0], (pairs[1][0], pairs[1][1][:, :1])]
     with pytest.raises(ValueError, match=r"pairs\[1\]: ssm_state has shape .* those of layer 0"):
         copy_states(odd, slots, slots, slots)
-    with pytest.raises(ValueError, match="pairs: conv_state has strides .* contiguous"):
+    with pytest.raises(ValueError, match=r"pairs: conv_state has strides .* contiguous"):
         copy_states([(pairs[0][0].mT, pairs[0][1])], slots, slots, slots)
     with pytest.raises(ValueError, match=r"window_offsets has shape \(1,\); expected \(2,\)"):
         copy_states(pairs, slots, slots, slots[:1])

@@ -107,7 +107,8 @@ def test_one_launch() -> None:
     ],
 )
 def test_wrong_arguments_are_named(change: dict, message: str) -> None:
-    good = dict(x=torch.ones(3, 8), gate=torch.ones(3, 8), weight=torch.ones(8), eps=0.0, group_size=4)
+    x, weight = torch.ones(3, 8), torch.ones(8)
+    good = dict(x=x, gate=x, weight=weight, eps=0.0, group_size=4)
     backend = "triton" if "strides" in message else "torch"
     if backend == "triton":
         pytest.importorskip("triton", reason="strides matter to the Triton kernel only")

@@ -1,7 +1,7 @@
 """What the kernels must compute: token by token, in float64, from the formulas and nothing clever.
 
-Also the pools the kernel tests run on. They look like the engine's: a slot is a page, longer than the
-state in it, and whatever a test does not own is poison.
+Also the pools the kernel tests run on. They look like the engine's: a slot is a page, longer than
+the state in it, and whatever a test does not own is poison.
 """
 
 from __future__ import annotations

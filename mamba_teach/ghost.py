@@ -1,0 +1,231 @@
+"""The ghost model: symbolic states instead of numbers, so that a wrong slot is an exact error.
+
+A real model hides mistakes: a state that is slightly wrong gives slightly wrong logits, and mostly the
+same token. The ghost's "SSM state" is a count of tokens and a rolling hash of *all* of them, its
+"convolution window" is the last tokens themselves, its "keys" are tokens too. It runs the real
+scheduler, cache, block tables and slot tensors, in the engine's own memory. Before it uses a state it
+compares it with what the request must have had, and says exactly what it found:
+
+    slot 7 (mamba 0) holds the state after 12 tokens of r0; r3 needs its own after 16
+
+The next token is a function of the hash, so it depends on every token before it. Thousands of steps
+take seconds: this is the model that the property tests run on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mamba_teach.config import ModelConfig
+from mamba_teach.model.metadata import (
+    AttentionCache,
+    AttentionMetadata,
+    LayerCache,
+    LayerMetadata,
+    MambaCache,
+    MambaMetadata,
+)
+from mamba_teach.scheduler import ScheduledRow
+
+MODULUS = 2**31 - 1  # hashes fit an int32 entry of the pool
+MULTIPLIER = 1_103_515_245
+NO_TOKEN = -1  # in a window, before the first token
+
+
+class GhostError(AssertionError):
+    """A state, a window or a key is not what its reader needs."""
+
+
+def extend_hash(value: int, token: int) -> int:
+    """Rolling hash of a prefix and one more token."""
+    return (value * MULTIPLIER + token + 1) % MODULUS
+
+
+class GhostModel:
+    """A model whose states say what they are.
+
+    Attributes:
+        config: sizes, chosen so that a page of 4 tokens or more holds a state.
+        supports_checkpoints: False makes the engine fall back to mode "align".
+    """
+
+    tokenizer = None
+    device = torch.device("cpu")
+
+    def __init__(
+        self, layers: str = "MM*M", *, vocab_size: int = 97, supports_checkpoints: bool = True
+    ) -> None:
+        self.config = ModelConfig(
+            vocab_size=vocab_size, hidden_size=1, pattern=layers, mamba_num_heads=1,
+            mamba_head_dim=1, ssm_state_size=2, num_attention_heads=1, num_key_value_heads=1,
+            head_dim=4,
+        )  # fmt: skip
+        self.supports_checkpoints = supports_checkpoints
+        self._rows: Sequence[ScheduledRow] = ()
+        self._prefix_hashes: dict[str, list[int]] = {}
+        self._known: dict[tuple[int, int], str] = {(0, 0): "nothing"}
+
+    def place(self, device: torch.device, dtype: torch.dtype) -> GhostModel:
+        """The ghost lives on the CPU, in integers."""
+        return self
+
+    def continuation(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """What it says after ``prompt``: the closed form, without any engine."""
+        value = 0
+        for token in prompt:
+            value = extend_hash(value, token)
+        said = []
+        for _ in range(num_tokens):
+            said.append(self._next_token(value))
+            value = extend_hash(value, said[-1])
+        return said
+
+    def watch_step(self, rows: Sequence[ScheduledRow]) -> None:
+        """Learn who is in the batch, and so what every state must be."""
+        self._rows = rows
+        for row in rows:
+            request = row.request
+            hashes = self._prefix_hashes.setdefault(request.request_id, [0])
+            for token in request.tokens(len(hashes) - 1, row.num_computed + row.num_tokens):
+                hashes.append(extend_hash(hashes[-1], token))
+                self._known.setdefault((len(hashes) - 1, hashes[-1]), request.request_id)
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        metadata: Sequence[LayerMetadata],
+        caches: Sequence[LayerCache],
+    ) -> torch.Tensor:
+        """Hashes after every token, ``(T, layers that keep something)`` int64."""
+        tokens = input_ids.tolist()
+        seen = []
+        for layer, (of_layer, cache) in enumerate(zip(metadata, caches, strict=True)):
+            if isinstance(of_layer, MambaMetadata):
+                assert isinstance(cache, MambaCache)
+                seen.append(self._mamba(layer, tokens, of_layer, cache))
+            elif isinstance(of_layer, AttentionMetadata):
+                assert isinstance(cache, AttentionCache)
+                seen.append(self._attention(layer, tokens, of_layer, cache))
+        return torch.tensor(seen).T
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """One-hot of the next token; layers that disagree spoil it."""
+        logits = torch.zeros(len(hidden), self.config.vocab_size)
+        for i, hashes in enumerate(hidden.tolist()):
+            logits[i, self._next_token(sum(hashes) // len(hashes))] = 1.0
+        return logits
+
+    def _next_token(self, value: int) -> int:
+        return value * 2_654_435_761 // 65_536 % self.config.vocab_size
+
+    # Layers -------------------------------------------------------------------------------------
+
+    def _mamba(
+        self, layer: int, tokens: list[int], metadata: MambaMetadata, cache: MambaCache
+    ) -> list[int]:
+        windows = cache.conv[:, :, 0].view(torch.int32)  # (slots, W - 1 + k)
+        states = cache.ssm[:, 0, 0].view(torch.int32)  # (slots, 2): count, hash
+        seen: list[int] = []
+        first_prefill = 0
+        if (d := metadata.decode) is not None:
+            starts = d.query_start_loc.tolist()
+            first_prefill = len(starts) - 1
+            accepted = [1] * first_prefill
+            if d.num_accepted_tokens is not None:
+                accepted = d.num_accepted_tokens.tolist()
+            for r in range(first_prefill):
+                a = accepted[r]
+                state = self._read_state(layer, r, int(d.ssm_src_slots[r, a - 1]), states)
+                window = self._read_window(layer, r, int(d.conv_src_slots[r]), windows, a - 1)
+                for i, token in enumerate(tokens[starts[r] : starts[r + 1]]):
+                    state = (state[0] + 1, extend_hash(state[1], token))
+                    window.append(token)
+                    seen.append(state[1])
+                    self._write(states, int(d.ssm_dst_slots[r, i]), state)
+                self._write(windows, int(d.conv_dst_slots[r]), window[1:])
+        if (p := metadata.prefill) is not None:
+            starts = [s + metadata.num_decode_tokens for s in p.query_start_loc.tolist()]
+            kept: dict[tuple[int, int], list[int]] = {}
+            for seq, end, slot in [] if p.checkpoints is None else p.checkpoints.tolist():
+                kept.setdefault((seq, end), []).append(slot)
+            for r in range(len(starts) - 1):
+                state, window = (0, 0), [NO_TOKEN] * 3
+                if p.has_initial_state[r]:
+                    slot = int(p.src_slots[r])
+                    state = self._read_state(layer, first_prefill + r, slot, states)
+                    window = self._read_window(layer, first_prefill + r, slot, windows, 0)
+                elif self._rows[first_prefill + r].num_computed:
+                    raise GhostError(f"{self._who(first_prefill + r)} starts from zero half-way")
+                for i, token in enumerate(tokens[starts[r] : starts[r + 1]], start=1):
+                    state = (state[0] + 1, extend_hash(state[1], token))
+                    window = [*window[1:], token]
+                    seen.append(state[1])
+                    for slot in kept.get((r, i), []):
+                        self._write(states, slot, state)
+                        self._write(windows, slot, window)
+                self._write(states, int(p.dst_slots[r]), state)
+                self._write(windows, int(p.dst_slots[r]), window)
+        return seen
+
+    def _attention(
+        self, layer: int, tokens: list[int], metadata: AttentionMetadata, cache: AttentionCache
+    ) -> list[int]:
+        keys = cache.key[:, :, 0, 0].view(torch.int32)  # (pages, block size)
+        size = keys.shape[1]
+        where = metadata.slot_mapping
+        keys[where // size, where % size] = torch.tensor(tokens, dtype=torch.int32)
+        seen: list[int] = []
+        for r, row in enumerate(self._rows):
+            length = row.num_computed + row.num_tokens
+            pages = metadata.block_table[r, : -(-length // size)]
+            found = keys[pages].flatten()[:length].tolist()
+            needed = row.request.tokens(0, row.num_computed) + tokens[len(seen) :][: row.num_tokens]
+            if found != needed:
+                i = next(i for i in range(length) if found[i] != needed[i])
+                raise GhostError(
+                    f"page {int(pages[i // size])} (layer {layer}) holds another token than "
+                    f"{self._who(r)} has at position {i}"
+                )
+            hashes = self._prefix_hashes[row.request.request_id]
+            seen += hashes[row.num_computed + 1 : length + 1]
+        return seen
+
+    # States -------------------------------------------------------------------------------------
+
+    def _read_state(
+        self, layer: int, row: int, slot: int, states: torch.Tensor
+    ) -> tuple[int, int]:
+        count, value = states[slot].tolist()
+        n = self._rows[row].num_computed
+        if slot == 0:
+            raise GhostError(f"{self._who(row)} reads the null slot (layer {layer})")
+        if (count, value) != (n, self._prefix_hashes[self._rows[row].request.request_id][n]):
+            owner = self._known.get((count, value))
+            holds = f"the state after {count} tokens of {owner}" if owner else "no state"
+            raise GhostError(
+                f"slot {slot} (layer {layer}) holds {holds}; {self._who(row)} needs its own after {n}"
+            )
+        return count, value
+
+    def _read_window(
+        self, layer: int, row: int, slot: int, windows: torch.Tensor, offset: int
+    ) -> list[int]:
+        found = windows[slot, offset : offset + 3].tolist()
+        n = self._rows[row].num_computed
+        needed = [NO_TOKEN] * (3 - n) + self._rows[row].request.tokens(max(0, n - 3), n)
+        if found != needed:
+            raise GhostError(
+                f"slot {slot} (layer {layer}) holds the window {found}; {self._who(row)} needs "
+                f"{needed} after {n} tokens"
+            )
+        return found
+
+    def _write(self, pool: torch.Tensor, slot: int, content: Sequence[int]) -> None:
+        if slot == 0:
+            raise GhostError("somebody writes the null slot")
+        pool[slot, : len(content)] = torch.tensor(content, dtype=torch.int32)
+
+    def _who(self, row: int) -> str:
+        return self._rows[row].request.request_id

@@ -1,0 +1,216 @@
+"""Everything that can happen to a cache, to a model that notices everything.
+
+A Hypothesis state machine drives an engine over the ghost model: arrivals with shared, nested and
+unrelated prefixes, steps under small budgets, aborts, forced preemption, cache resets, pools so small
+that blocks are evicted all the time. The ghost checks every read of a state, a window or a key; the
+machine checks the books after every step, and every published block against the prefix it stands for.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from engine.test_batching import assert_consistent
+from mamba_teach import Engine, EngineConfig, GhostModel, SamplingParams, reduce
+from mamba_teach.cache.block_hash import first_parent, hash_block
+from mamba_teach.events import BlockPublished, PrefixHit
+from mamba_teach.ghost import GhostError, extend_hash
+
+LONGEST = 96
+EXAMPLES = int(os.environ.get("GHOST_EXAMPLES", "60"))
+steps_run = 0
+
+
+class GhostMachine(RuleBasedStateMachine):
+    """One engine, any history."""
+
+    @initialize(
+        mode=st.sampled_from(["none", "align", "all"]),
+        block_size=st.sampled_from([4, 5, 8, 16]),
+        layers=st.sampled_from(["MM*M", "M*", "MMM", "**", "MM*MM*M-"]),
+        budget=st.integers(4, 60),
+        seqs=st.integers(1, 4),
+        spare=st.integers(0, 20),
+    )
+    def start(
+        self, mode: str, block_size: int, layers: str, budget: int, seqs: int, spare: int
+    ) -> None:
+        self.model = GhostModel(layers)
+        config = dict(
+            mamba_cache_mode=mode, block_size=block_size, max_num_batched_tokens=max(budget, seqs),
+            max_num_seqs=seqs, max_model_len=LONGEST, poison=True, device="cpu",
+        )  # fmt: skip
+        probe = Engine(self.model, EngineConfig(**config))  # type: ignore[arg-type]
+        most = probe.cache.max_blocks_for(LONGEST)
+        self.engine = Engine(
+            self.model, EngineConfig(num_blocks=1 + most + spare, **config)  # type: ignore[arg-type]
+        )
+        self.expected: dict[str, list[int]] = {}
+        self.seen_events = 0
+        self.names: dict[bytes, list[int]] = {}  # block hash -> the prefix it stands for
+
+    @rule(
+        family=st.integers(0, 2), shared=st.integers(0, 60), own=st.integers(1, 20),
+        output=st.integers(1, 14), salt=st.sampled_from([None, None, None, "s"]),
+    )  # fmt: skip
+    def arrive(self, family: int, shared: int, own: int, output: int, salt: str | None) -> None:
+        common = random.Random(family).choices(range(97), k=60)[:shared]
+        prompt = common + random.Random(len(self.expected)).choices(range(97), k=own)
+        request_id = self.engine.add_request(
+            prompt, SamplingParams(max_tokens=output), cache_salt=salt
+        )
+        said = self.model.continuation(prompt, output)
+        self.expected[request_id] = said
+        parent = first_parent(salt)
+        size, text = self.engine.cache.block_size, prompt + said
+        for start in range(0, len(text) - size + 1, size):
+            parent = hash_block(parent, text[start : start + size])
+            self.names[parent] = text[: start + size]
+
+    @rule(count=st.integers(1, 12))
+    def step(self, count: int) -> None:
+        global steps_run
+        for _ in range(count):
+            steps_run += self.engine.has_unfinished_requests()
+            for output in self.engine.step():
+                expected = self.expected[output.request_id][: len(output.token_ids)]
+                assert list(output.token_ids) == expected
+            assert_consistent(self.engine)
+            self.check_published()
+
+    @rule(which=st.integers(0, 3))
+    def abort(self, which: int) -> None:
+        live = [*self.engine.scheduler.running, *self.engine.scheduler.waiting]
+        if live:
+            self.engine.abort(live[which % len(live)].request_id)
+
+    @rule(which=st.integers(0, 3))
+    def preempt(self, which: int) -> None:
+        if running := self.engine.scheduler.running:
+            self.engine.scheduler.preempt(running[which % len(running)])
+
+    @rule()
+    def reset(self) -> None:
+        self.engine.reset_prefix_cache()
+
+    @invariant()
+    def books_agree(self) -> None:
+        if hasattr(self, "engine"):
+            assert_consistent(self.engine)
+
+    def check_published(self) -> None:
+        """Every published Mamba block holds exactly the state at its boundary, window included."""
+        pool = self.engine.cache.pool
+        for block in range(1, pool.num_blocks):
+            key = pool.key_of(block)
+            if key is None or self.engine.cache.groups[key.group].spec.kind != "mamba":
+                continue
+            prefix = self.names[key.block_hash]
+            value = 0
+            for token in prefix:
+                value = extend_hash(value, token)
+            window = ([-1, -1, -1] + prefix)[-3:]
+            for layer in self.engine.cache.groups[key.group].layers:
+                cache = self.engine.runner.caches[layer]
+                state = cache.ssm[block, 0, 0].view(torch.int32).tolist()
+                assert state == [len(prefix), value], f"block {block} is filed under another state"
+                assert cache.conv[block, :3, 0].view(torch.int32).tolist() == window
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for _ in range(5000):
+            if not self.engine.has_unfinished_requests():
+                break
+            self.step(1)
+        assert not self.engine.has_unfinished_requests(), "requests starve"
+        assert self.engine.cache.pool.num_free == self.engine.cache.pool.num_blocks - 1
+
+
+GhostMachine.TestCase.settings = settings(
+    max_examples=EXAMPLES, stateful_step_count=40, deadline=None
+)
+TestGhostMachine = GhostMachine.TestCase
+
+
+def test_the_machine_ran_long_enough() -> None:
+    # Runs after the machine, in the same process; GHOST_EXAMPLES=2000 makes it a long one.
+    if steps_run == 0:
+        pytest.skip("the state machine did not run in this process")
+    assert steps_run >= 10_000
+
+
+# The ghost itself ---------------------------------------------------------------------------
+
+
+def ghost_engine(mode: str = "all", **settings_: object) -> Engine:
+    defaults: dict[str, object] = dict(
+        block_size=4, max_model_len=LONGEST, max_num_seqs=4, mamba_cache_mode=mode, device="cpu"
+    )
+    return Engine(GhostModel(), EngineConfig(**(defaults | settings_)))
+
+
+def test_a_swapped_slot_is_named() -> None:
+    engine = ghost_engine("none")
+    ids = [engine.add_request([i] * 12, SamplingParams(max_tokens=8)) for i in (1, 2)]
+    engine.step()
+    a, b = (engine.cache.block_ids(r)[0][0] for r in ids)
+    states = engine.runner.caches[engine.cache.groups[0].layers[0]].ssm
+    states[[a, b]] = states[[b, a]]
+    message = rf"slot {a} .* the state after 12 tokens of r1; r0 needs its own after 12"
+    with pytest.raises(GhostError, match=message):
+        engine.step()
+
+
+def test_a_stale_state_and_an_empty_slot_are_named() -> None:
+    engine = ghost_engine("none")
+    request = engine.add_request([5] * 12, SamplingParams(max_tokens=8))
+    engine.step()
+    slot = engine.cache.block_ids(request)[0][0]
+    state = engine.runner.caches[engine.cache.groups[0].layers[0]].ssm
+    old = state[slot].clone()
+    engine.step()
+    state[slot] = old
+    with pytest.raises(GhostError, match="after 12 tokens of r0; r0 needs its own after 13"):
+        engine.step()
+    state[slot] = torch.nan
+    with pytest.raises(GhostError, match=rf"slot {slot} .* holds no state"):
+        engine.step()
+        engine.step()
+
+
+def test_a_lost_key_and_a_wrong_window_are_named() -> None:
+    engine = ghost_engine("none")
+    request = engine.add_request(list(range(12)), SamplingParams(max_tokens=8))
+    engine.step()
+    groups = {g.spec.kind: i for i, g in enumerate(engine.cache.groups)}
+    page = engine.cache.block_ids(request)[groups["attention"]][1]
+    layer = engine.cache.groups[groups["attention"]].layers[0]
+    engine.runner.caches[layer].key[page, 2] = 0.0
+    with pytest.raises(GhostError, match=rf"page {page} .* r0 has at position 6"):
+        engine.step()
+
+
+def test_the_closed_form_needs_no_engine() -> None:
+    model = GhostModel("M")
+    said = model.continuation([1, 2, 3], 4)
+    assert model.continuation([1, 2, 3, *said[:2]], 2) == said[2:]
+    assert model.continuation([1, 2, 4], 4) != said
+
+
+def test_hits_are_found_by_the_ghost_too() -> None:
+    engine = ghost_engine("all")
+    prompt = list(range(30))
+    engine.generate([prompt], SamplingParams(max_tokens=3))
+    output = engine.generate([prompt[:20] + [90] * 5], SamplingParams(max_tokens=3))[0]
+    assert output.num_cached_tokens == 20
+    assert any(isinstance(e, PrefixHit) for e in engine.events)
+    assert any(isinstance(e, BlockPublished) for e in engine.events)
+    assert reduce(engine.events).rows == {}
