@@ -13,10 +13,10 @@ PIP_INSTALL  = $(PY) -m pip install -qq --disable-pip-version-check \
 say          = @printf '\n== %s\n'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab demo test train lint format notebooks clean distclean
+.PHONY: help setup lab demo test train lint format notebooks gpu-check tune clean distclean
 
 help:  ## print this list
-	@grep -E '^[a-z]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "make %-10s %s\n", $$1, $$2 }'
+	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "make %-10s %s\n", $$1, $$2 }'
 
 setup: $(STAMP)  ## make .venv and install the course in it (quick the second time)
 
@@ -72,6 +72,14 @@ format: setup  ## let ruff sort imports and lay out the code (notebooks' layout 
 notebooks: setup  ## run notebooks from clean kernels and save their outputs (NB=notebooks/03_x.ipynb for one)
 	$(say) "running notebooks"
 	@$(PY) tools/run_notebooks.py $(NB)
+
+gpu-check: setup  ## kernels and engine checked and timed on a GPU (GPU_CHECK_ARGS=... for its options)
+	$(say) "checking on the GPU"
+	@$(PY) benchmarks/gpu_check.py $(GPU_CHECK_ARGS)
+
+tune: setup  ## measure launch configurations on a GPU and rewrite the tuning table (TUNE_ARGS=...)
+	$(say) "tuning"
+	@$(PY) tools/tune.py $(TUNE_ARGS)
 
 clean:  ## remove caches and build output
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov

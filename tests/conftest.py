@@ -1,7 +1,10 @@
 """What every test shares: one thread, no surprises from Hypothesis, nothing drawn at random."""
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from mamba_kernels.backend import triton_mode
 
 # Tensors here are tiny; a second thread costs more than it brings, and CI has two cores for two of us.
 torch.set_num_threads(1)
@@ -14,3 +17,11 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("house")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    mode = triton_mode()
+    if item.get_closest_marker("interpreter") and mode != "interpret":
+        pytest.skip(f"Triton mode is {mode!r}: the kernels are not checked under the interpreter here")
+    if item.get_closest_marker("aot") and mode == "absent":
+        pytest.skip("triton is not installed: nothing is compiled for named GPUs here")

@@ -29,6 +29,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +42,7 @@ else:
     triton = tl = None
 
 BACKENDS = ("torch", "triton")
+_override: str | None = None
 _SWITCH = "MAMBA_KERNELS_TRITON"
 
 
@@ -97,6 +100,20 @@ def jit(function: Any = None, **options: Any) -> Any:
     return triton.jit(function, **options)
 
 
+@contextmanager
+def override_backend(name: str) -> Iterator[None]:
+    """``with override_backend("triton"): ...``: for tests that run a whole engine on one backend.
+
+    Calls that name a backend themselves are not affected.
+    """
+    global _override
+    previous, _override = _override, name
+    try:
+        yield
+    finally:
+        _override = previous
+
+
 def choose_backend(tensor: torch.Tensor, requested: str | None = None) -> str:
     """``"torch"`` or ``"triton"`` for a call on ``tensor``.
 
@@ -109,6 +126,7 @@ def choose_backend(tensor: torch.Tensor, requested: str | None = None) -> str:
         ValueError: no such backend, or Triton asked for where its mode does not fit the device.
         RuntimeError: Triton is needed and cannot be used in this process; the message says why.
     """
+    requested = requested or _override
     if requested is None:
         # ROCm devices are "cuda" to torch, too. The interpreter is never chosen unasked.
         if not tensor.is_cuda or _MODE in ("absent", "interpret"):

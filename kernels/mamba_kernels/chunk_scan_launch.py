@@ -21,10 +21,8 @@ from mamba_kernels.chunk_scan_triton import (
 )
 from mamba_kernels.launch import AotCase, aot_case, cdiv, launch, next_power_of_2
 from mamba_kernels.tuning import config_for, current_arch
-from mamba_kernels.tuning_table import TABLE
 
-# fmt: off
-# Rows of the tuning table (tuning.py says how they are read).
+# Why the scan's rows in tuning_table.py are what they are.
 #
 # An M block of 64 rows is what the tensor cores of Hopper (wgmma) want. A product whose left
 # operand was just computed in registers must not be in flight when the next round of a pipelined
@@ -33,32 +31,6 @@ from mamba_kernels.tuning_table import TABLE
 # dim 64 has 128 registers a thread, so four programs fit. fp32 operands are split for the tensor
 # cores and need twice the registers, hence small blocks. Head dim 80 fills 5/8 of a block of 128,
 # which is too large for the registers of sm_80 and for the 64 KiB of LDS of gfx942.
-_SCAN_TABLE: dict[str, list[tuple[str, dict[str, int], dict[str, Any]]]] = {
-    "chunk_state_kernel": [
-        ("interpret", {}, {"BLOCK_T": 64, "BLOCK_P": 128, "num_warps": 1, "num_stages": 1}),
-        ("any", {"dot_bytes": 4}, {"BLOCK_T": 32, "BLOCK_P": 32, "num_warps": 8, "num_stages": 1}),
-        ("any", {"head_dim": 80}, {"BLOCK_T": 64, "BLOCK_P": 32, "num_warps": 4, "num_stages": 1}),
-        ("any", {}, {"BLOCK_T": 64, "BLOCK_P": 64, "num_warps": 4, "num_stages": 1}),
-    ],
-    "pass_states_kernel": [
-        ("interpret", {}, {"BLOCK_P": 128, "num_warps": 1, "num_stages": 1}),
-        ("any", {}, {"BLOCK_P": 8, "num_warps": 4, "num_stages": 1}),
-    ],
-    "chunk_scan_kernel": [
-        ("interpret", {}, {"BLOCK_I": 64, "BLOCK_J": 64, "BLOCK_P": 128, "num_warps": 1,
-                           "num_stages": 1}),
-        ("any", {"dot_bytes": 4}, {"BLOCK_I": 16, "BLOCK_J": 32, "BLOCK_P": 64, "num_warps": 8,
-                                   "num_stages": 1}),
-        ("sm_80", {"head_dim": 80}, {"BLOCK_I": 32, "BLOCK_J": 32, "BLOCK_P": 128, "num_warps": 4,
-                                     "num_stages": 1}),
-        ("gfx942", {}, {"BLOCK_I": 64, "BLOCK_J": 32, "BLOCK_P": 64, "num_warps": 4,
-                        "num_stages": 1}),
-        ("any", {}, {"BLOCK_I": 64, "BLOCK_J": 32, "BLOCK_P": 128, "num_warps": 4, "num_stages": 1}),
-    ],
-}
-for _name, _rows in _SCAN_TABLE.items():
-    TABLE.setdefault(_name, _rows)
-# fmt: on
 
 
 @dataclass(frozen=True)

@@ -265,9 +265,11 @@ def _causal_conv1d_update_torch(
     token = (starts[:, None] + step).clamp(max=max(x.shape[0] - 1, 0))
     extended = torch.cat([history, x[token]], dim=1)  # (R, W-1 + 1+k, C)
 
-    y = extended.new_zeros(()) if bias is None else bias
+    # Products and their sum in fp32, whatever the inputs are, as the kernel has them.
+    wide, taps = extended.float(), weight.float()
+    y = wide.new_zeros(()) if bias is None else bias.float()
     for w in range(width):
-        y = y + extended[:, w : w + max_query_len] * weight[:, w]
+        y = y + wide[:, w : w + max_query_len] * taps[:, w]
     if activation:
         y = F.silu(y)
     y = torch.where(valid[..., None], y, 0)

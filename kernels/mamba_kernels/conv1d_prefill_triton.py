@@ -116,7 +116,10 @@ def _keep_checkpoints(x_ptr, state_ptr, checkpoints_ptr, num_checkpoints, seq, s
                                  stride_state_slot, stride_state_entry, channel, CHANNELS, WIDTH)
 
 
-@jit(do_not_specialize=["num_seqs", "num_tokens", "num_checkpoints"])
+# Small tables are read a number at a time: their alignment must not make another variant.
+@jit(do_not_specialize=["num_seqs", "num_tokens", "num_checkpoints", "query_start_loc_ptr",
+                        "src_slots_ptr", "dst_slots_ptr", "has_initial_state_ptr",
+                        "checkpoints_ptr"])
 def causal_conv1d_fn_kernel(
     x_ptr, weight_ptr, bias_ptr, state_ptr, y_ptr, query_start_loc_ptr, src_slots_ptr,
     dst_slots_ptr, has_initial_state_ptr, checkpoints_ptr, num_seqs, num_tokens, num_checkpoints,

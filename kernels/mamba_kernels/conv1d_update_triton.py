@@ -37,7 +37,9 @@ def load_taps(weight_ptr, channel, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
     return w0, w1, w2, w3
 
 
-@jit(do_not_specialize=["num_rows", "num_tokens"])
+# Small tables are read a number at a time: their alignment must not make another variant.
+@jit(do_not_specialize=["num_rows", "num_tokens", "query_start_loc_ptr", "src_slots_ptr",
+                        "dst_slots_ptr", "num_accepted_ptr"])
 def causal_conv1d_update_kernel(
     x_ptr, weight_ptr, bias_ptr, state_ptr, y_ptr,
     query_start_loc_ptr, src_slots_ptr, dst_slots_ptr, num_accepted_ptr,

@@ -154,7 +154,7 @@ def _do_not_specialize(kernel: Any) -> list[str]:
 
 def _type_of(value: Any, unspecialised: bool) -> str:
     if isinstance(value, torch.Tensor):
-        aligned = value.data_ptr() % 16 == 0
+        aligned = value.data_ptr() % 16 == 0 and not unspecialised
         return f"*{value.dtype}".replace("torch.", "") + (":16" if aligned else "")
     if value is None or isinstance(value, float):
         return type(value).__name__

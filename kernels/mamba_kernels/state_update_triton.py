@@ -25,7 +25,10 @@ from mamba_kernels.launch import AotCase, aot_case, cdiv, launch, next_power_of_
 from mamba_kernels.tuning import config_for
 
 
-@jit(do_not_specialize=["num_rows", "num_tokens"])
+# Small tables are read a number at a time: their alignment must not make another variant.
+@jit(do_not_specialize=["num_rows", "num_tokens", "query_start_loc_ptr", "src_slots_ptr",
+                        "dst_slots_ptr", "num_accepted_ptr", "stride_src_row",
+                        "stride_dst_row"])
 def selective_state_update_kernel(
     x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, dt_bias_ptr, state_ptr, y_ptr,
     query_start_loc_ptr, src_slots_ptr, dst_slots_ptr, num_accepted_ptr,

@@ -31,4 +31,41 @@ TABLE: dict[str, list[tuple[str, dict[str, int], dict[str, Any]]]] = {
         ("interpret", {}, {"BLOCK_WORDS": 16384, "num_warps": 1, "num_stages": 1}),
         ("any", {}, {"BLOCK_WORDS": 2048, "num_warps": 8, "num_stages": 1}),
     ],
+    "chunk_state_kernel": [
+        ("interpret", {}, {"BLOCK_T": 64, "BLOCK_P": 128, "num_warps": 1, "num_stages": 1}),
+        ("any", {"dot_bytes": 4}, {"BLOCK_T": 32, "BLOCK_P": 32, "num_warps": 8, "num_stages": 1}),
+        ("any", {"head_dim": 80}, {"BLOCK_T": 64, "BLOCK_P": 32, "num_warps": 4, "num_stages": 1}),
+        ("any", {}, {"BLOCK_T": 64, "BLOCK_P": 64, "num_warps": 4, "num_stages": 1}),
+    ],
+    "pass_states_kernel": [
+        ("interpret", {}, {"BLOCK_P": 128, "num_warps": 1, "num_stages": 1}),
+        ("any", {}, {"BLOCK_P": 8, "num_warps": 4, "num_stages": 1}),
+    ],
+    "chunk_scan_kernel": [
+        (
+            "interpret",
+            {},
+            {"BLOCK_I": 64, "BLOCK_J": 64, "BLOCK_P": 128, "num_warps": 1, "num_stages": 1},
+        ),
+        (
+            "any",
+            {"dot_bytes": 4},
+            {"BLOCK_I": 16, "BLOCK_J": 32, "BLOCK_P": 64, "num_warps": 8, "num_stages": 1},
+        ),
+        (
+            "sm_80",
+            {"head_dim": 80},
+            {"BLOCK_I": 32, "BLOCK_J": 32, "BLOCK_P": 128, "num_warps": 4, "num_stages": 1},
+        ),
+        (
+            "gfx942",
+            {},
+            {"BLOCK_I": 64, "BLOCK_J": 32, "BLOCK_P": 64, "num_warps": 4, "num_stages": 1},
+        ),
+        (
+            "any",
+            {},
+            {"BLOCK_I": 64, "BLOCK_J": 32, "BLOCK_P": 128, "num_warps": 4, "num_stages": 1},
+        ),
+    ],
 }

@@ -103,30 +103,41 @@ class CacheCoordinator:
         for manager, blocks in zip(self.managers, hits, strict=True):
             manager.tables[rid] = list(blocks)
         touched = [block for blocks in hits for block in blocks if block != NULL_BLOCK_ID]
-        for block in touched:
-            self.pool.touch(block)  # before allocating, which could take them
-        if not self.allocate(request, hit, hit + num_tokens):
+        # A hit block that waits in the free list is no longer free once it is touched.
+        waiting = sum(self.pool.num_owners(block) == 0 for block in touched)
+        missing = self._missing(request, hit, hit + num_tokens)
+        if waiting + sum(map(len, missing)) > self.pool.num_free:
             for manager in self.managers:
                 del manager.tables[rid]
-            self.pool.free(reversed(touched))
             return False
+        for block in touched:
+            self.pool.touch(block)  # before allocating, which could take them
         for group, blocks in enumerate(hits):
             writes = [(rid, group, c, b) for c, b in enumerate(blocks) if b != NULL_BLOCK_ID]
             self._updates.writes += writes
         if hit:
             held = tuple(tuple(blocks) for blocks in hits)
             self._emit(events.PrefixHit(rid, hit, held))
+        self._allocate(request, missing)
         return True
 
     def allocate(self, request: Request, n: int, seq_len: int) -> bool:
         """Blocks for tokens ``n .. seq_len - 1``; False, and no change, if the pool has too few."""
-        rid = request.request_id
-        missing = [
-            manager.missing_columns(rid, n, seq_len, request.num_tokens)
-            for manager in self.managers
-        ]
+        missing = self._missing(request, n, seq_len)
         if sum(map(len, missing)) > self.pool.num_free:
             return False
+        self._allocate(request, missing)
+        return True
+
+    def _missing(self, request: Request, n: int, seq_len: int) -> list[list[int]]:
+        """Columns that tokens ``n .. seq_len - 1`` need and the request does not have, by group."""
+        return [
+            manager.missing_columns(request.request_id, n, seq_len, request.num_tokens)
+            for manager in self.managers
+        ]
+
+    def _allocate(self, request: Request, missing: list[list[int]]) -> None:
+        rid = request.request_id
         for manager, columns in zip(self.managers, missing, strict=True):
             if not columns:
                 continue
@@ -141,7 +152,6 @@ class CacheCoordinator:
             self._emit(
                 events.BlocksAllocated(rid, manager.group, tuple(columns), tuple(blocks))
             )
-        return True
 
     def commit(self, request: Request, n: int, seq_len: int) -> None:
         """Tokens ``n .. seq_len - 1`` are computed: publish full blocks, give back those behind."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from mamba_kernels.backend import choose_backend
 from mamba_teach.cache.groups import CacheGroup
 from mamba_teach.config import EngineConfig
 from mamba_teach.model.hybrid import HybridModel
@@ -11,6 +12,7 @@ from mamba_teach.runner.block_table import BlockTables
 from mamba_teach.runner.pages import allocate_pages, poison_blocks
 from mamba_teach.runner.sampler import sample
 from mamba_teach.runner.step_metadata import StepMetadataBuilder
+from mamba_teach.runner.warmup import warm_up
 from mamba_teach.scheduler import Schedule
 
 CPU_CHUNK_SIZE = 64  # measured fastest there; on a GPU the model's own chunk size is used
@@ -40,6 +42,8 @@ class ModelRunner:
         self.caches = allocate_pages(groups, num_layers, num_blocks, device)
         self.tables = BlockTables(groups, config.max_num_seqs, config.max_model_len)
         self.metadata = StepMetadataBuilder(groups, num_layers, chunk_size, device)
+        if choose_backend(torch.empty(0, device=device)) == "triton":
+            warm_up(model, groups, self.caches, chunk_size)
 
     @torch.inference_mode()
     def execute(self, schedule: Schedule) -> list[int | None]:

@@ -133,7 +133,9 @@ class StepMetadataBuilder:
                 src_slots=self._send(src[decodes:]),
                 dst_slots=self._send(dst[decodes:]),
                 has_initial_state=self._send(computed > 0),
-                layout=build_chunk_layout(starts, computed, self.chunk_size, checkpoints),
+                layout=build_chunk_layout(starts, computed, self.chunk_size, checkpoints).to(
+                    self.device, non_blocking=True
+                ),
                 checkpoints=None if checkpoints is None else self._send(checkpoints),
             )
         return MambaMetadata(rows.num_decode_tokens, decode, prefill)

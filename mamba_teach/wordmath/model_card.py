@@ -51,7 +51,7 @@ def write_card(
     folder: Path, settings: TrainingSettings, minutes: float, measured: Measured
 ) -> None:
     """Write ``README.md`` into the checkpoint's folder."""
-    tokens = settings.steps * settings.sequences_per_step * settings.sequence_length
+    rounds = " and ".join(f"{r.steps} (peak {r.learning_rate:g})" for r in settings.rounds)
     config = load_model(folder).config
     card = f"""# wordmath: a hybrid Mamba2 model that solves word problems
 
@@ -65,8 +65,9 @@ transformers loads this folder as `NemotronHForCausalLM` (without the MTP head).
 | Mamba2 heads x head dim, state, groups | {config.mamba_num_heads} x {config.mamba_head_dim}, {config.ssm_state_size}, {config.n_groups} |
 | attention heads (key-value heads) x head dim | {config.num_attention_heads} ({config.num_key_value_heads}) x {config.head_dim} |
 | vocabulary | {config.vocab_size} (byte-level BPE, every digit a token) |
-| trained on | {tokens / 1e6:.1f} million tokens of generated problems, {settings.steps} steps, seed {settings.seed} |
-| optimiser | AdamW, peak {settings.learning_rate}, warm-up {settings.warmup_steps} steps, cosine; MTP loss weight {settings.mtp_loss_weight} |
+| trained on | {settings.num_tokens / 1e6:.1f} million tokens of generated problems, seed {settings.seed} |
+| steps | {rounds}, {settings.sequences_per_step} sequences of {settings.sequence_length} tokens each |
+| optimiser | AdamW, warm-up {settings.warmup_steps} steps, cosine; MTP loss weight {settings.mtp_loss_weight} |
 | training time | {minutes:.0f} minutes, {torch.get_num_threads()} CPU thread(s) ({platform.machine()}, torch {torch.__version__}) |
 
 Measured on {NUM_PROBLEMS} held-out problems, greedy, through the engine:

@@ -52,29 +52,41 @@ WORDMATH_MODEL = ModelConfig(
 
 
 @dataclass(frozen=True)
+class Round:
+    """One pass of the learning rate: up to ``learning_rate``, then down along a cosine."""
+
+    steps: int
+    learning_rate: float
+
+
+@dataclass(frozen=True)
 class TrainingSettings:
     """How long and how fast.
 
     Attributes:
-        steps: optimiser steps.
+        rounds: one after the other on the same weights, each with a fresh optimiser and new problems.
+            The first learns the task; the second, at half the rate, makes it reliable.
         sequences_per_step, sequence_length: tokens of a step.
-        learning_rate: peak; warms up linearly, then falls along a cosine to a twentieth.
         mtp_loss_weight: of the MTP head's loss; its second pass counts half of that.
         question_loss_weight: of tokens that belong to a question. Stories are random, so most of
             their loss can never fall; solutions are what the model is for.
-        seed: of weights and problems.
+        seed: of the weights; problems are drawn with ``seed + round``.
     """
 
-    steps: int = 3200
+    rounds: tuple[Round, ...] = (Round(3200, 2e-3), Round(900, 1e-3))
     sequences_per_step: int = 4
     sequence_length: int = 768
-    learning_rate: float = 2e-3
     warmup_steps: int = 150
     weight_decay: float = 0.1
     gradient_clip: float = 1.0
     mtp_loss_weight: float = 0.3
     question_loss_weight: float = 0.3
     seed: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        steps = sum(r.steps for r in self.rounds)
+        return steps * self.sequences_per_step * self.sequence_length
 
 
 def pack_sequences(
@@ -100,12 +112,12 @@ def pack_sequences(
                 ids, in_solution = [begin], [False]
 
 
-def learning_rate_at(step: int, settings: TrainingSettings) -> float:
+def learning_rate_at(step: int, of_round: Round, warmup_steps: int) -> float:
     """Linear warm-up, then a cosine down to a twentieth of the peak."""
-    if step < settings.warmup_steps:
-        return settings.learning_rate * (step + 1) / settings.warmup_steps
-    progress = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
-    return settings.learning_rate * (0.05 + 0.475 * (1.0 + math.cos(math.pi * progress)))
+    if step < warmup_steps:
+        return of_round.learning_rate * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, of_round.steps - warmup_steps)
+    return of_round.learning_rate * (0.05 + 0.475 * (1.0 + math.cos(math.pi * progress)))
 
 
 def training_loss(
@@ -152,6 +164,16 @@ def train(
     """
     model = HybridModel(config)
     initialize(model, settings.seed)
+    for number in range(len(settings.rounds)):
+        for _ in train_round(model, tokenizer, settings, number):
+            yield model
+
+
+def train_round(
+    model: HybridModel, tokenizer: Tokenizer, settings: TrainingSettings, number: int
+) -> Iterator[float]:
+    """One round of training; mutates ``model`` and yields the trunk's loss after every step."""
+    of_round = settings.rounds[number]
     matrices = [p for p in model.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() != 2]  # norms, biases, A, D, dt, conv
     groups: list[dict[str, Any]] = [
@@ -159,11 +181,13 @@ def train(
         {"params": others, "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
-    stream = pack_sequences(training_problems(settings.seed), tokenizer, settings.sequence_length)
-    progress = tqdm(range(settings.steps), desc="training", unit="step")
+    problems = training_problems(settings.seed + number)
+    stream = pack_sequences(problems, tokenizer, settings.sequence_length)
+    title = f"training, round {number + 1} of {len(settings.rounds)}"
+    progress = tqdm(range(of_round.steps), desc=title, unit="step")
     for step in progress:
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate_at(step, settings)
+            group["lr"] = learning_rate_at(step, of_round, settings.warmup_steps)
         batch = list(islice(stream, settings.sequences_per_step))
         ids = torch.tensor([ids for ids, _ in batch])
         in_solution = torch.tensor([flags for _, flags in batch])[:, 1:]
@@ -175,7 +199,7 @@ def train(
         optimizer.step()
         if step % 10 == 0:
             progress.set_postfix(loss=f"{trunk_loss.item():.3f}")
-        yield model
+        yield trunk_loss.item()
 
 
 @torch.no_grad()
@@ -215,9 +239,8 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description="Train the wordmath model again.")
     parser.add_argument("--folder", type=Path, default=SHIPPED["wordmath"], help="where it goes")
-    parser.add_argument("--steps", type=int, default=TrainingSettings.steps)
     arguments = parser.parse_args()
-    settings = TrainingSettings(steps=arguments.steps)
+    settings = TrainingSettings()
     tokenizer = build_tokenizer()
     started = time.monotonic()
     for model in train(tokenizer, WORDMATH_MODEL, settings):  # noqa: B007  (the last is the result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from weakref import WeakKeyDictionary
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from support.models import NEAR_TIE, greedy_gap, random_prompt, toy_model
 
 from mamba_teach import Engine, EngineConfig, SamplingParams, reduce
+from mamba_teach.events import Board
 from mamba_teach.request import Status
 
 LONGEST = 96
@@ -22,6 +24,17 @@ def engine_for(pattern: str = "M*M-", **settings_: object) -> Engine:
     return Engine(toy_model(pattern), EngineConfig(**(defaults | settings_)))
 
 
+_boards: WeakKeyDictionary[Engine, tuple[int, Board]] = WeakKeyDictionary()
+
+
+def board_of(engine: Engine) -> Board:
+    """The board that follows from the log, folded on from where it was last asked for."""
+    seen, board = _boards.get(engine, (0, Board()))
+    reduce(engine.events[seen:], board)
+    _boards[engine] = (len(engine.events), board)
+    return board
+
+
 def assert_consistent(engine: Engine) -> None:
     """Tables, reference counts, free list, hash index and event log tell one story."""
     pool = engine.cache.pool
@@ -32,7 +45,7 @@ def assert_consistent(engine: Engine) -> None:
     assert sorted([*free, *owners]) == list(range(1, pool.num_blocks)), "a block leaks or is doubled"
     keys = {b: pool.key_of(b) for b in range(pool.num_blocks) if pool.key_of(b)}
     assert all(pool.lookup(key) == b for b, key in keys.items()), "the two indexes disagree"
-    board = reduce(engine.events)
+    board = board_of(engine)
     assert {b: len(o) for b, o in board.owners.items()} == owners
     assert list(board.free) == free
     assert set(board.published) == set(keys)

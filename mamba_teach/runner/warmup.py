@@ -1,0 +1,111 @@
+"""Warm-up: launch every kernel variant that serving can need, before anybody waits for it.
+
+A Triton kernel is compiled at its first launch, once per *variant*: per combination of data types,
+compile-time numbers, and whether a pointer is aligned to 16 bytes. In the middle of a step that is a
+hiccup; in the middle of a CUDA-graph capture it is an error. So the runner runs a few tiny batches
+through the model at start-up. All of them work on the null slot, which no kernel reads or writes:
+what the cache holds is not touched.
+
+What makes variants of a model's kernels: decode rows, prefill rows without and with checkpoints, and
+prefill rows that stand behind an odd number of decode tokens, where the rows of a projection need not
+begin on an aligned address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mamba_kernels import build_chunk_layout
+from mamba_teach.cache.groups import CacheGroup
+from mamba_teach.model.hybrid import HybridModel
+from mamba_teach.model.metadata import (
+    AttentionMetadata,
+    LayerCache,
+    LayerMetadata,
+    MambaDecode,
+    MambaMetadata,
+    MambaPrefill,
+)
+
+PREFILL_LENGTH = 5
+
+
+@torch.inference_mode()
+def warm_up(
+    model: HybridModel,
+    groups: Sequence[CacheGroup],
+    caches: Sequence[LayerCache],
+    chunk_size: int,
+) -> None:
+    """Run every kind of batch once, on the null slot.
+
+    Args:
+        model: on its device.
+        groups: which layers are what.
+        caches: the engine's own, because strides and types are part of a variant.
+        chunk_size: SSD chunk length of the engine's prefills.
+    """
+    device = model.device
+    for num_decodes in (0, 1, 2):
+        for prefills, with_checkpoints in ((0, False), (1, False), (1, True)):
+            num_tokens = num_decodes + prefills * PREFILL_LENGTH
+            if num_tokens == 0:
+                continue
+            mamba = _mamba(num_decodes, prefills, with_checkpoints, chunk_size, device)
+            attention = _attention(num_decodes, prefills, device)
+            metadata: list[LayerMetadata] = [None] * len(caches)
+            used: list[LayerCache] = [None] * len(caches)  # attention gets none: it writes no page
+            for group in groups:
+                for layer in group.layers:
+                    metadata[layer] = mamba if group.spec.kind == "mamba" else attention
+                    used[layer] = caches[layer] if group.spec.kind == "mamba" else None
+            model(torch.zeros(num_tokens, dtype=torch.long, device=device), metadata, used)
+
+
+def _mamba(
+    num_decodes: int, prefills: int, with_checkpoints: bool, chunk_size: int, device: torch.device
+) -> MambaMetadata:
+    def null(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    decode = prefill = None
+    if num_decodes:
+        decode = MambaDecode(
+            query_start_loc=torch.arange(num_decodes + 1, dtype=torch.int32, device=device),
+            conv_src_slots=null(num_decodes),
+            conv_dst_slots=null(num_decodes),
+            ssm_src_slots=null(num_decodes, 1),
+            ssm_dst_slots=null(num_decodes, 1),
+        )
+    if prefills:
+        starts = torch.tensor([0, PREFILL_LENGTH], dtype=torch.int32)
+        checkpoints = None
+        if with_checkpoints:
+            checkpoints = torch.tensor([[0, 2, 0]], dtype=torch.int32)  # into the null slot
+        layout = build_chunk_layout(starts, null(1).cpu(), chunk_size, checkpoints)
+        prefill = MambaPrefill(
+            query_start_loc=starts.to(device),
+            num_computed_tokens=null(1),
+            src_slots=null(1),
+            dst_slots=null(1),
+            has_initial_state=null(1).bool(),
+            layout=layout.to(device),
+            checkpoints=None if checkpoints is None else checkpoints.to(device),
+        )
+    return MambaMetadata(num_decodes, decode, prefill)
+
+
+def _attention(num_decodes: int, prefills: int, device: torch.device) -> AttentionMetadata:
+    """Attention runs on torch's kernels, which need no warming; without a cache it keeps nothing."""
+    lengths = torch.tensor([1] * num_decodes + [PREFILL_LENGTH] * prefills, device=device)
+    starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    return AttentionMetadata(
+        query_start_loc=starts,
+        seq_lens=lengths,
+        block_table=starts.new_zeros(len(lengths), 0),
+        slot_mapping=starts.new_zeros(0),
+        max_query_len=int(lengths.max()),
+        max_seq_len=int(lengths.max()),
+    )

@@ -1,0 +1,64 @@
+"""The whole engine on the Triton kernels (in the interpreter): same tokens, nothing compiled late."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.models import NEAR_TIE, greedy_gap, random_prompt, toy_model
+
+from mamba_kernels.backend import override_backend
+from mamba_kernels.launch import collect_variants, count_launches
+from mamba_teach import Engine, EngineConfig, SamplingParams
+from mamba_teach.runner.warmup import warm_up
+
+pytestmark = pytest.mark.interpreter
+
+
+def engine_for(mode: str, **settings: object) -> Engine:
+    defaults: dict[str, object] = dict(
+        max_model_len=64, max_num_batched_tokens=24, max_num_seqs=3, device="cpu", poison=True,
+        mamba_cache_mode=mode, block_size=16,
+    )  # fmt: skip
+    return Engine(toy_model("M*M-"), EngineConfig(**(defaults | settings)))
+
+
+@pytest.mark.parametrize("mode", ["none", "all"])
+def test_same_tokens_and_every_variant_was_warmed(mode: str) -> None:
+    prompts = [random_prompt(n, seed=n) for n in (40, 1, 19)] + [random_prompt(40, seed=40)]
+    with override_backend("triton"):
+        with collect_variants() as warmed:
+            engine = engine_for(mode)
+        assert warmed
+        with collect_variants() as used:
+            outputs = engine.generate(prompts, SamplingParams(max_tokens=4))
+    assert used <= warmed, f"compiled in the middle of a step: {used - warmed}"
+    for prompt, output in zip(prompts, outputs):
+        assert greedy_gap(engine.model, prompt, list(output.token_ids)) <= NEAR_TIE
+
+
+def test_warm_up_touches_nothing() -> None:
+    with override_backend("torch"):
+        engine = engine_for("all")
+    for cache in filter(None, engine.runner.caches):
+        for tensor in vars(cache).values():
+            tensor.fill_(torch.nan)
+    before = [t.clone() for c in filter(None, engine.runner.caches) for t in vars(c).values()]
+    with override_backend("triton"), count_launches() as count:
+        warm_up(engine.model, engine.cache.groups, engine.runner.caches, 64)
+    after = [t for c in filter(None, engine.runner.caches) for t in vars(c).values()]
+    bits = [(a.view(torch.int32), b.clone().view(torch.int32)) for a, b in zip(before, after)]
+    assert all(torch.equal(a, b) for a, b in bits)
+    assert count.total > 0
+
+
+def test_launches_per_layer_are_those_of_the_table() -> None:
+    # kernels/README.md: 3 per Mamba layer for decode; 5 for prefill. The model has two such layers.
+    with override_backend("triton"):
+        engine = engine_for("all", max_num_batched_tokens=64)
+        engine.add_request(random_prompt(20, seed=1), SamplingParams(max_tokens=3))
+        with count_launches() as prefill:
+            engine.step()
+        with count_launches() as decode:
+            engine.step()
+    assert prefill.total == 2 * 5
+    assert decode.total == 2 * 3
