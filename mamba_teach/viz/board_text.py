@@ -2,16 +2,16 @@
 
     step 7   8 running   201 blocks of 48 tokens, 57 free
     request  kind         tokens  mamba 0   mamba 1   attention 0
-    r0       decode     611 +  1  [  1]     [  2]     [.. 13 14 15]
+    r0       decode     611 +  1  [..  48]  [..  50]  [..  43  44  45  46]
 
-A dot is a column that holds nothing.
+Two dots stand for earlier columns; a Mamba group holds nothing there.
 """
 
 from __future__ import annotations
 
 from mamba_teach.events import Board, Row
 
-MAX_IDS = 6  # of one table, the newest; the rest becomes ".."
+MAX_IDS = 4  # of one table, the newest; the rest becomes ".."
 
 
 def render_board(board: Board) -> str:
@@ -38,6 +38,7 @@ def _cells(row: Row, num_groups: int) -> list[str]:
 
 
 def _ids(table: list[int]) -> str:
-    shown = table[-MAX_IDS:]
-    ids = " ".join(f"{block:3d}" if block else "  ." for block in shown)
-    return f"[{'.. ' if len(table) > MAX_IDS else ''}{ids}]"
+    held = next((column for column, block in enumerate(table) if block), len(table))
+    first = max(held, len(table) - MAX_IDS)
+    ids = [f"{block:3d}" if block else "  ." for block in table[first:]]
+    return f"[{' '.join(['..', *ids] if first else ids)}]"
