@@ -93,25 +93,28 @@ class Scheduler:
         its way to the blocks it needs, for a request that needs more than the pool was refused.
         """
         rows: list[ScheduledRow] = []
+        budget = self.config.max_num_batched_tokens
         by_urgency = sorted(self.running, key=lambda r: not r.is_decode)  # stable: then by arrival
         for request in by_urgency:
             if request.status is not Status.RUNNING:
                 continue  # preempted a moment ago, to make room
             n = request.num_computed_tokens
-            if (num_tokens := self._tokens_for(request, n, rows)) == 0:
+            if (num_tokens := self._tokens_for(request, n, budget)) == 0:
                 break
             if self._make_room(request, n + num_tokens, rows):
                 rows.append(self._row(request, num_tokens))
+                budget -= num_tokens
         # Whoever was just preempted would come straight back and be preempted again.
         made_room = any(request.status is not Status.RUNNING for request in by_urgency)
         while self.waiting and not made_room and len(self.running) < self.config.max_num_seqs:
             request = self.waiting[0]
             hit = self.cache.find_hit(request)
-            num_tokens = self._tokens_for(request, hit, rows)
+            num_tokens = self._tokens_for(request, hit, budget)
             if num_tokens == 0 or not self.cache.admit(request, hit, num_tokens):
                 break
             self._admit(request, hit)
             rows.append(self._row(request, num_tokens))
+            budget -= num_tokens
         rows.sort(key=lambda row: not row.is_decode)
         for row in rows:
             rid, n, kind = row.request.request_id, row.num_computed, row.kind
@@ -157,9 +160,8 @@ class Scheduler:
             if row.request.status is Status.RUNNING:
                 self.preempt(row.request)
 
-    def _tokens_for(self, request: Request, n: int, rows: list[ScheduledRow]) -> int:
+    def _tokens_for(self, request: Request, n: int, budget: int) -> int:
         """How many tokens the request would compute next, from position ``n`` on."""
-        budget = self.config.max_num_batched_tokens - sum(row.num_tokens for row in rows)
         end = min(n + budget, request.num_tokens)
         if not self.align_chunks:
             return end - n

@@ -88,7 +88,7 @@ class StepMetadataBuilder:
         metadata: list[LayerMetadata] = [None] * self.num_layers
         for group, table in zip(self.groups, tables.tables, strict=True):
             build = self._mamba if group.spec.kind == "mamba" else self._attention
-            of_group = build(group, table[rows.table_rows], rows)
+            of_group = build(group, table, rows)
             for layer in group.layers:
                 metadata[layer] = of_group
         return StepInputs(
@@ -104,10 +104,8 @@ class StepMetadataBuilder:
         assert isinstance(spec, MambaSpec)
         n = rows.num_computed
         seq_lens = n + rows.query_start_loc.diff()
-        src_column = last_computed_column(n, spec.block_size).clamp(min=0)
-        src = table.gather(1, src_column[:, None])[:, 0]
-        dst_column = last_scheduled_column(seq_lens, spec.block_size)
-        dst = table.gather(1, dst_column[:, None])[:, 0]
+        src = table[rows.table_rows, last_computed_column(n, spec.block_size).clamp(min=0)]
+        dst = table[rows.table_rows, last_scheduled_column(seq_lens, spec.block_size)]
         decodes = rows.num_decodes
         decode = prefill = None
         if decodes:
@@ -125,7 +123,11 @@ class StepMetadataBuilder:
             checkpoints = None
             if spec.mamba_cache_mode == "all":
                 checkpoints = block_checkpoints(
-                    n[decodes:], seq_lens[decodes:], table[decodes:], spec.block_size
+                    n[decodes:],
+                    seq_lens[decodes:],
+                    table,
+                    rows.table_rows[decodes:],
+                    spec.block_size,
                 )
             prefill = MambaPrefill(
                 query_start_loc=self._send(starts),
@@ -150,11 +152,12 @@ class StepMetadataBuilder:
         row = torch.repeat_interleave(lengths)  # (T,): 0 0 0 1 2 2 ...
         packed = torch.arange(row.numel())
         position = packed - rows.query_start_loc[row] + rows.num_computed[row]
-        page = table[row, position // block_size].long()
+        page = table[rows.table_rows[row], position // block_size].long()
+        columns = group.spec.columns_for(int(seq_lens.max()))  # however wide the table is
         return AttentionMetadata(
             query_start_loc=self._send(rows.query_start_loc),
             seq_lens=self._send(seq_lens),
-            block_table=self._send(table.long()),
+            block_table=self._send(table[rows.table_rows, :columns].long()),
             slot_mapping=self._send(page * block_size + position % block_size),
             max_query_len=int(lengths.max()),
             max_seq_len=int(seq_lens.max()),
@@ -165,7 +168,11 @@ class StepMetadataBuilder:
 
 
 def block_checkpoints(
-    n: torch.Tensor, seq_lens: torch.Tensor, table: torch.Tensor, block_size: int
+    n: torch.Tensor,
+    seq_lens: torch.Tensor,
+    table: torch.Tensor,
+    table_rows: torch.Tensor,
+    block_size: int,
 ) -> torch.Tensor:
     """The block boundaries strictly inside each row's step.
 
@@ -173,7 +180,8 @@ def block_checkpoints(
 
     Args:
         n, seq_lens: ``(P,)`` tokens before and after the step.
-        table: ``(P, width)`` block table rows.
+        table: ``(max_num_seqs, width)`` block table.
+        table_rows: ``(P,)`` the table row of each row of the step.
 
     Returns:
         ``(C, 3)`` int32 rows *(sequence, end position in its query, slot)*.
@@ -183,4 +191,4 @@ def block_checkpoints(
     row = torch.repeat_interleave(counts)  # (C,): 0 0 2 2 2 ...
     column = first[row] + torch.arange(row.numel()) - (counts.cumsum(0) - counts)[row]
     end = (column + 1) * block_size - n[row]
-    return torch.stack([row, end, table[row, column]], dim=1).int()
+    return torch.stack([row, end, table[table_rows[row], column]], dim=1).int()

@@ -38,6 +38,7 @@ def warm_up(
     groups: Sequence[CacheGroup],
     caches: Sequence[LayerCache],
     chunk_size: int,
+    num_speculative_tokens: int = 0,
 ) -> None:
     """Run every kind of batch once, on the null slot.
 
@@ -46,6 +47,8 @@ def warm_up(
         groups: which layers are what.
         caches: the engine's own, because strides and types are part of a variant.
         chunk_size: SSD chunk length of the engine's prefills.
+        num_speculative_tokens: drafts per step (k); with k > 0 decode rows read a count of accepted
+            tokens and have 1 + k slots, which makes other variants of the decode kernels.
     """
     device = model.device
     for num_decodes in (0, 1, 2):
@@ -53,7 +56,9 @@ def warm_up(
             num_tokens = num_decodes + prefills * PREFILL_LENGTH
             if num_tokens == 0:
                 continue
-            mamba = _mamba(num_decodes, prefills, with_checkpoints, chunk_size, device)
+            decode = _decode(num_decodes, num_speculative_tokens, device)
+            prefill = _prefill(with_checkpoints, chunk_size, device) if prefills else None
+            mamba = MambaMetadata(num_decodes, decode, prefill)
             attention = _attention(num_decodes, prefills, device)
             metadata: list[LayerMetadata] = [None] * len(caches)
             used: list[LayerCache] = [None] * len(caches)  # attention gets none: it writes no page
@@ -64,37 +69,36 @@ def warm_up(
             model(torch.zeros(num_tokens, dtype=torch.long, device=device), metadata, used)
 
 
-def _mamba(
-    num_decodes: int, prefills: int, with_checkpoints: bool, chunk_size: int, device: torch.device
-) -> MambaMetadata:
-    def null(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=device)
+def _decode(rows: int, k: int, device: torch.device) -> MambaDecode | None:
+    """Decode rows of one token each, all on the null slot."""
+    if rows == 0:
+        return None
+    null = torch.zeros(rows, 1 + k, dtype=torch.int32, device=device)
+    return MambaDecode(
+        query_start_loc=torch.arange(rows + 1, dtype=torch.int32, device=device),
+        conv_src_slots=null[:, 0].clone(),
+        conv_dst_slots=null[:, 0].clone(),
+        ssm_src_slots=null,
+        ssm_dst_slots=null,
+        num_accepted_tokens=torch.ones(rows, dtype=torch.int32, device=device) if k else None,
+    )
 
-    decode = prefill = None
-    if num_decodes:
-        decode = MambaDecode(
-            query_start_loc=torch.arange(num_decodes + 1, dtype=torch.int32, device=device),
-            conv_src_slots=null(num_decodes),
-            conv_dst_slots=null(num_decodes),
-            ssm_src_slots=null(num_decodes, 1),
-            ssm_dst_slots=null(num_decodes, 1),
-        )
-    if prefills:
-        starts = torch.tensor([0, PREFILL_LENGTH], dtype=torch.int32)
-        checkpoints = None
-        if with_checkpoints:
-            checkpoints = torch.tensor([[0, 2, 0]], dtype=torch.int32)  # into the null slot
-        layout = build_chunk_layout(starts, null(1).cpu(), chunk_size, checkpoints)
-        prefill = MambaPrefill(
-            query_start_loc=starts.to(device),
-            num_computed_tokens=null(1),
-            src_slots=null(1),
-            dst_slots=null(1),
-            has_initial_state=null(1).bool(),
-            layout=layout.to(device),
-            checkpoints=None if checkpoints is None else checkpoints.to(device),
-        )
-    return MambaMetadata(num_decodes, decode, prefill)
+
+def _prefill(with_checkpoints: bool, chunk_size: int, device: torch.device) -> MambaPrefill:
+    """One prefill row that keeps nothing."""
+    starts = torch.tensor([0, PREFILL_LENGTH], dtype=torch.int32)
+    none = torch.zeros(1, dtype=torch.int32)
+    checkpoints = torch.tensor([[0, 2, 0]], dtype=torch.int32) if with_checkpoints else None
+    layout = build_chunk_layout(starts, none, chunk_size, checkpoints)
+    return MambaPrefill(
+        query_start_loc=starts.to(device),
+        num_computed_tokens=none.to(device),
+        src_slots=none.to(device),
+        dst_slots=none.to(device),
+        has_initial_state=none.bool().to(device),
+        layout=layout.to(device),
+        checkpoints=None if checkpoints is None else checkpoints.to(device),
+    )
 
 
 def _attention(num_decodes: int, prefills: int, device: torch.device) -> AttentionMetadata:

@@ -9,6 +9,7 @@ from support.models import NEAR_TIE, greedy_gap, random_prompt, toy_model
 from mamba_kernels.backend import override_backend
 from mamba_kernels.launch import collect_variants, count_launches
 from mamba_teach import Engine, EngineConfig, SamplingParams
+from mamba_teach.model.metadata import MambaCache, MambaDecode, MambaMetadata
 from mamba_teach.runner.warmup import warm_up
 
 pytestmark = pytest.mark.interpreter
@@ -62,3 +63,24 @@ def test_launches_per_layer_are_those_of_the_table() -> None:
             engine.step()
     assert prefill.total == 2 * 5
     assert decode.total == 2 * 3
+
+
+def test_speculative_variants_are_warmed_too() -> None:
+    k, model = 2, toy_model("M-")
+    with override_backend("torch"):
+        engine = Engine(model, EngineConfig(max_model_len=64, max_num_seqs=3, device="cpu"))
+    cache = engine.runner.caches[0]
+    wide = MambaCache(cache.ssm.new_zeros(9, 3 + k, model.config.conv_dim), cache.ssm)
+    slots = torch.arange(1, 1 + 2 * (1 + k), dtype=torch.int32).view(2, 1 + k)
+    rows = MambaDecode(
+        query_start_loc=torch.tensor([0, 3, 4], dtype=torch.int32),  # 3 tokens, and 1
+        conv_src_slots=slots[:, 0].clone(), conv_dst_slots=slots[:, 0].clone(),
+        ssm_src_slots=slots, ssm_dst_slots=slots,
+        num_accepted_tokens=torch.tensor([2, 1], dtype=torch.int32),
+    )  # fmt: skip
+    with override_backend("triton"), torch.inference_mode():
+        with collect_variants() as warmed:
+            warm_up(model, engine.cache.groups, [wide, None], 64, num_speculative_tokens=k)
+        with collect_variants() as used:
+            model(torch.tensor([1, 2, 3, 4]), [MambaMetadata(4, rows, None), None], [wide, None])
+    assert used and used <= warmed
