@@ -22,9 +22,9 @@ from mamba_teach.cache.groups import CacheGroup, make_groups
 from mamba_teach.cache.mode import check_block_size, resolve_cache_mode
 from mamba_teach.cache.specs import make_layer_specs
 from mamba_teach.config import EngineConfig
-from mamba_teach.model.hybrid import HybridModel
 from mamba_teach.request import Request, RequestOutput, RequestRefused, SamplingParams, Status
 from mamba_teach.runner.model_runner import ModelRunner
+from mamba_teach.runner.served_model import ServedModel
 from mamba_teach.scheduler import Scheduler
 from mamba_teach.summary import EngineSummary
 
@@ -42,7 +42,7 @@ class Engine:
         num_steps: steps run so far.
     """
 
-    def __init__(self, model: HybridModel, config: EngineConfig | None = None) -> None:
+    def __init__(self, model: ServedModel, config: EngineConfig | None = None) -> None:
         self.config = config = config or EngineConfig()
         self.device = resolve_device(config.device)
         self.model = model.place(self.device, getattr(torch, config.dtype))

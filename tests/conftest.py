@@ -16,6 +16,8 @@ settings.register_profile(
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
+# `make test-long`: new examples every time, and many more of them in the state machines.
+settings.register_profile("long", settings.get_profile("house"), derandomize=False)
 settings.load_profile("house")
 
 

@@ -7,10 +7,10 @@ import torch
 from mamba_kernels.backend import choose_backend
 from mamba_teach.cache.groups import CacheGroup
 from mamba_teach.config import EngineConfig
-from mamba_teach.model.hybrid import HybridModel
 from mamba_teach.runner.block_table import BlockTables
 from mamba_teach.runner.pages import allocate_pages, poison_blocks
 from mamba_teach.runner.sampler import sample
+from mamba_teach.runner.served_model import ServedModel
 from mamba_teach.runner.step_metadata import StepMetadataBuilder
 from mamba_teach.runner.warmup import warm_up
 from mamba_teach.scheduler import Schedule
@@ -28,7 +28,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: HybridModel,
+        model: ServedModel,
         config: EngineConfig,
         groups: tuple[CacheGroup, ...],
         num_blocks: int,

@@ -19,7 +19,6 @@ import torch
 
 from mamba_kernels import build_chunk_layout
 from mamba_teach.cache.groups import CacheGroup
-from mamba_teach.model.hybrid import HybridModel
 from mamba_teach.model.metadata import (
     AttentionMetadata,
     LayerCache,
@@ -28,13 +27,14 @@ from mamba_teach.model.metadata import (
     MambaMetadata,
     MambaPrefill,
 )
+from mamba_teach.runner.served_model import ServedModel
 
 PREFILL_LENGTH = 5
 
 
 @torch.inference_mode()
 def warm_up(
-    model: HybridModel,
+    model: ServedModel,
     groups: Sequence[CacheGroup],
     caches: Sequence[LayerCache],
     chunk_size: int,

@@ -8,7 +8,6 @@ machine checks the books after every step, and every published block against the
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
@@ -24,7 +23,7 @@ from mamba_teach.events import BlockPublished, PrefixHit
 from mamba_teach.ghost import GhostError, extend_hash
 
 LONGEST = 96
-EXAMPLES = int(os.environ.get("GHOST_EXAMPLES", "240"))
+EXAMPLES = 5000 if settings.get_current_profile_name() == "long" else 240
 steps_run = 0
 
 
@@ -141,7 +140,7 @@ TestGhostMachine = GhostMachine.TestCase
 
 
 def test_the_machine_ran_long_enough() -> None:
-    # Runs after the machine, in the same process; GHOST_EXAMPLES=2000 makes it a long one.
+    # Runs after the machine, in the same process.
     if steps_run == 0:
         pytest.skip("the state machine did not run in this process")
     assert steps_run >= 10_000

@@ -6,12 +6,16 @@ import warnings
 
 import pytest
 import torch
+from model.test_recurrence import Reference
 from support.models import NEAR_TIE, greedy_gap, random_prompt, toy_model
 
-from mamba_teach import Engine, EngineConfig, SamplingParams
+from mamba_teach import Engine, EngineConfig, SamplingParams, load_model
 from mamba_teach.cache.block_pool import BlockKey, BlockPool
 from mamba_teach.cache.mode import resolve_cache_mode
 from mamba_teach.cache.specs import MambaSpec, TensorSpec
+from mamba_teach.wordmath.evaluate import MAX_SOLUTION_TOKENS
+from mamba_teach.wordmath.problems import held_out_problems
+from mamba_teach.wordmath.prompts import few_shot_prompt
 
 ONE = SamplingParams(max_tokens=1)
 
@@ -210,6 +214,51 @@ def test_states_after_a_hit_equal_those_without(pattern: str = "M*M-") -> None:
         )
     for cold, warm_ in zip(*finals):
         torch.testing.assert_close(warm_, cold, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
+@torch.no_grad()
+def test_the_final_state_is_the_float64_recurrence(mode: str) -> None:
+    # Of the first layer, whose inputs are known without running the model: chunked, hit, decoded.
+    engine = engine_for(mode, max_num_batched_tokens=23, pattern="M*M-")
+    prompt = random_prompt(45, seed=13)
+    hit(engine, prompt, max_tokens=2)
+    request = engine.add_request(prompt, SamplingParams(max_tokens=30))
+    while not (running := engine.scheduler.running) or running[0].num_computed_tokens < 70:
+        engine.step()
+    assert running[0].num_cached_tokens == (0 if mode == "none" else 32)
+    layer = engine.model.model.layers[0]
+    tokens = torch.tensor(running[0].tokens(0, running[0].num_computed_tokens))
+    weights = {k: v.double().numpy() for k, v in layer.mixer.state_dict().items()}
+    reference = Reference(engine.model.config, weights)
+    for u in layer.norm(engine.model.model.embeddings(tokens)).double().numpy():
+        reference.step(u)
+    group = next(i for i, g in enumerate(engine.cache.groups) if 0 in g.layers)
+    slot = engine.cache.block_ids(request)[group][-1]
+    cache = engine.runner.caches[0]
+    for ours, theirs in ((cache.ssm[slot], reference.h), (cache.conv[slot], reference.window)):
+        torch.testing.assert_close(ours.double(), torch.tensor(theirs), rtol=1e-4, atol=1e-5)
+
+
+def test_wordmath_answers_are_the_same_in_every_mode() -> None:
+    problems = held_out_problems(24)
+    prompts = [few_shot_prompt(p) for p in problems]
+    params = SamplingParams(max_tokens=MAX_SOLUTION_TOKENS)
+    model = load_model("wordmath")
+    outputs = {
+        mode: Engine(model, EngineConfig(mamba_cache_mode=mode, device="cpu")).generate(
+            prompts, params
+        )
+        for mode in ("none", "align", "all")
+    }
+    assert model.tokenizer is not None
+    for i, prompt in enumerate(prompts):
+        ids = model.tokenizer.encode(prompt).ids
+        for mode, served in outputs.items():
+            gap = greedy_gap(model, ids, list(served[i].token_ids))
+            assert gap <= NEAR_TIE, f"{mode}: problem {i} has a token that is not the best"
+    cached = {m: sum(o.num_cached_tokens for o in served) for m, served in outputs.items()}
+    assert cached["none"] == 0 < cached["align"] <= cached["all"]
 
 
 # Modes and sizes ------------------------------------------------------------------------------
