@@ -13,10 +13,10 @@ PIP_INSTALL  = $(PY) -m pip install -qq --disable-pip-version-check \
 say          = @printf '\n== %s\n'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab demo test train lint format notebooks gpu-check tune clean distclean
+.PHONY: help setup lab demo test test-long test-browser train lint format notebooks gpu-check tune clean distclean
 
 help:  ## print this list
-	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "make %-10s %s\n", $$1, $$2 }'
+	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "make %-12s %s\n", $$1, $$2 }'
 
 setup: $(STAMP)  ## make .venv and install the course in it (quick the second time)
 
@@ -55,6 +55,14 @@ test: setup lint  ## lint, types, tests, and every notebook against its committe
 	$(say) "notebooks: run again, outputs compared"
 	@$(PY) -m pytest --nbval --nbval-cell-timeout 120 --nbval-current-env \
 	  --nbval-sanitize-with tests/notebooks/sanitize.cfg notebooks/
+
+test-long: setup  ## the state machines for about ten minutes, on new examples each time
+	@$(PY) -m pytest tests/cache/test_ghost_machine.py --hypothesis-profile=long
+
+test-browser: setup  ## the players in a real browser (Debian: chromium and chromium-driver)
+	@$(PIP_INSTALL) -e '.[dev,browser]' -c constraints.txt
+	$(say) "tests in Chromium"
+	@$(PY) -m pytest tests/viz/test_browser.py
 
 train: setup  ## train the small wordmath model again (TRAIN_ARGS=... for its options)
 	$(say) "training wordmath"

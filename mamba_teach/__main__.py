@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -13,11 +14,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     demo = commands.add_parser("demo", help="serve the shipped model on held-out word problems")
     demo.add_argument("--problems", type=_positive, default=32, metavar="N", help="default: 32")
     demo.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    demo.add_argument(
+        "--board", type=Path, metavar="FILE.html", help="also write a page that plays every step"
+    )
     arguments = parser.parse_args(argv)
 
     from mamba_teach.demo import run_demo  # after parsing: --help need not wait for torch
 
-    run_demo(arguments.problems, arguments.json)
+    run_demo(arguments.problems, arguments.json, arguments.board)
 
 
 def _positive(text: str) -> int:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+import torch
 
 from mamba_kernels.backend import choose_backend
 from mamba_teach.config import EngineConfig
@@ -22,14 +25,19 @@ from mamba_teach.events import (
     reduce,
 )
 from mamba_teach.model.checkpoint import load_model
+from mamba_teach.viz.board_html import board_page
 from mamba_teach.viz.board_text import render_board
 from mamba_teach.wordmath.evaluate import Evaluation, evaluate
 
 NUM_ANSWERS_SHOWN = 3
 
 
-def run_demo(num_problems: int = 32, as_json: bool = False) -> None:
-    """Serve ``num_problems`` held-out problems; print a report, or one JSON object."""
+def run_demo(num_problems: int = 32, as_json: bool = False, board_file: Path | None = None) -> None:
+    """Serve ``num_problems`` held-out problems; print a report, or one JSON object.
+
+    Args:
+        board_file: also write a page there that plays the block tables of the run.
+    """
     engine = Engine(load_model("wordmath"), EngineConfig())
     if not as_json:
         print("mamba_teach serves a hybrid Mamba2 model:", ", ".join(mode_line(engine)))
@@ -40,6 +48,10 @@ def run_demo(num_problems: int = 32, as_json: bool = False) -> None:
     else:
         sys.stderr.flush()
         print_report(engine, evaluation)
+    if board_file is not None:
+        title = f"mamba_teach: {num_problems} word problems, step by step"
+        board_file.write_text(board_page(engine.events, title), encoding="utf-8")
+        print(f"\nThe block tables of every step: open {board_file} in a browser.", file=sys.stderr)
 
 
 def mode_line(engine: Engine) -> list[str]:
@@ -58,7 +70,7 @@ def report_modes(engine: Engine) -> dict[str, str]:
         "cache_mode": engine.cache_mode.effective,
         "graphs": "off",
         "device": engine.device.type,
-        "backend": choose_backend(engine.model.lm_head.weight),
+        "backend": choose_backend(torch.empty(0, device=engine.device)),
     }
 
 
@@ -115,15 +127,17 @@ def print_report(engine: Engine, evaluation: Evaluation) -> None:
         print(f"\nQ: {problem.question}\nA:{output.text}   [{'right' if correct else 'wrong'}]")
     print(
         f"\n{facts['problems']} problems, accuracy {evaluation.accuracy:.1%}; "
-        f"{facts['prompt_tokens']} prompt tokens and {facts['generated_tokens']} generated in "
-        f"{facts['steps']} steps."
+        f"{facts['prompt_tokens']} prompt tokens ({facts['cached_tokens']} of them from the prefix "
+        f"cache) and {facts['generated_tokens']} generated in {facts['steps']} steps."
     )
     end = busiest_mixed_step(engine.events)
     finished = sum(isinstance(event, RequestFinished) for event in engine.events[:end])
     print(f"\nThe block tables at a busy step ({finished} problems already answered):\n")
-    print(render_board(reduce(engine.events[:end])))
+    board = reduce(engine.events[:end])
+    print(render_board(board))
+    shared = sum(len(owners) > 1 for owners in board.owners.values())
     print(
-        "\nEach Mamba group holds one block per request, however long: a state. Attention grows by a "
-        "block every\n"
-        f"{reduce(engine.events[:1]).block_size} tokens. All of them come from one pool."
+        f"\nOf a Mamba layer a request holds its running state, however long it is; of attention "
+        f"it holds all of\nits tokens, in blocks of {board.block_size}. {shared} blocks have more "
+        f"than one owner: the worked examples that all prompts begin with."
     )

@@ -8,7 +8,10 @@ layers of a group, and two tensors per layer:
 * the SSM state is copied whole: ``ssm_state[dst] = ssm_state[src]``;
 * the conv window holds the inputs of several moments (see :mod:`mamba_kernels.conv1d`), and the
   wanted one begins at ``offset``. It moves to the front: ``conv_state[dst, :L - offset] =
-  conv_state[src, offset:]``; the last ``offset`` entries of the destination stay.
+  conv_state[conv_src, offset:]``; the last ``offset`` entries of the destination stay.
+
+A verify step writes a state per token, each to its own slot, but one window for all of them, to the
+first. So the two may come from different slots, and ``conv_src_slots`` says where the windows are.
 
 Source and destination may be the same slot: then the window shifts in place, and nothing at all
 happens if the offset is 0. A triple with a null (0) or negative slot on either side is padding.
@@ -45,6 +48,7 @@ def copy_states(
     dst_slots: torch.Tensor,
     window_offsets: torch.Tensor,
     *,
+    conv_src_slots: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> None:
     """Copy states from slots to slots, in every layer.
@@ -56,20 +60,24 @@ def copy_states(
         src_slots, dst_slots: ``(M,)`` int; a triple with a slot of 0 or below is skipped.
         window_offsets: ``(M,)`` int, ``0 .. L - 1``: where in the source's conv window the wanted
             history begins.
+        conv_src_slots: ``(M,)`` int like ``src_slots``, where the windows are; None: in the same
+            slots as the states.
         backend: force an implementation; None chooses by device.
     """
     if not pairs or src_slots.numel() == 0:
         return
-    _check(pairs, src_slots, dst_slots, window_offsets)
+    conv_src_slots = src_slots if conv_src_slots is None else conv_src_slots
+    _check(pairs, src_slots, conv_src_slots, dst_slots, window_offsets)
+    run = _copy_states_torch
     if choose_backend(pairs[0][0], backend) == "triton":
-        _copy_states_triton(pairs, src_slots, dst_slots, window_offsets)
-    else:
-        _copy_states_torch(pairs, src_slots, dst_slots, window_offsets)
+        run = _copy_states_triton
+    run(pairs, src_slots, conv_src_slots, dst_slots, window_offsets)
 
 
 def _check(
-    pairs: Pairs, src_slots: torch.Tensor, dst_slots: torch.Tensor, window_offsets: torch.Tensor
-) -> None:
+    pairs: Pairs, src_slots: torch.Tensor, conv_src_slots: torch.Tensor, dst_slots: torch.Tensor,
+    window_offsets: torch.Tensor,
+) -> None:  # fmt: skip
     for kind, (first, *others) in zip(("conv_state", "ssm_state"), zip(*pairs)):
         for layer, state in enumerate(others, start=1):
             same = (state.shape, state.stride(), state.dtype, state.device)
@@ -87,34 +95,39 @@ def _check(
     conv_state, ssm_state = pairs[0]
     check_tensor("pairs[0][0] (conv_state)", conv_state, (ssm_state.shape[0], None, None))
     check_slots("src_slots", src_slots, (None,), conv_state)
+    check_slots("conv_src_slots", conv_src_slots, src_slots.shape, conv_state)
     check_slots("dst_slots", dst_slots, src_slots.shape, conv_state)
     check_tensor("window_offsets", window_offsets, src_slots.shape, dtypes=INT_DTYPES,
                  like=conv_state, unit_stride=True)  # fmt: skip
     if debug_enabled():
-        _check_contents(src_slots, dst_slots, window_offsets, conv_state.shape[1])
+        _check_contents(src_slots, conv_src_slots, dst_slots, window_offsets, conv_state.shape[1])
 
 
 def _check_contents(
-    src_slots: torch.Tensor, dst_slots: torch.Tensor, window_offsets: torch.Tensor, window_len: int
-) -> None:
+    src_slots: torch.Tensor, conv_src_slots: torch.Tensor, dst_slots: torch.Tensor,
+    window_offsets: torch.Tensor, window_len: int,
+) -> None:  # fmt: skip
     written: set[int] = set()
-    for src, dst, offset in zip(src_slots.tolist(), dst_slots.tolist(), window_offsets.tolist()):
+    columns = (src_slots, conv_src_slots, dst_slots, window_offsets)
+    for src, conv_src, dst, offset in zip(*(column.tolist() for column in columns)):
         if src == 0 or dst == 0:
             continue
         if not 0 <= offset < window_len:
             raise ValueError(f"window_offsets holds {offset}; allowed: 0 .. {window_len - 1}")
-        if src in written:
-            raise ValueError(f"src_slots holds {src}, which an earlier triple has written")
+        for name, slot in (("src_slots", src), ("conv_src_slots", conv_src)):
+            if slot in written:
+                raise ValueError(f"{name} holds {slot}, which an earlier triple has written")
         if dst in written:
             raise ValueError(f"dst_slots holds {dst} twice; destinations must be distinct")
         written.add(dst)
 
 
 def _copy_states_torch(
-    pairs: Pairs, src_slots: torch.Tensor, dst_slots: torch.Tensor, window_offsets: torch.Tensor
-) -> None:
-    live = (src_slots > 0) & (dst_slots > 0)
-    src, dst = src_slots[live].long(), dst_slots[live].long()
+    pairs: Pairs, src_slots: torch.Tensor, conv_src_slots: torch.Tensor, dst_slots: torch.Tensor,
+    window_offsets: torch.Tensor,
+) -> None:  # fmt: skip
+    live = (src_slots > 0) & (conv_src_slots > 0) & (dst_slots > 0)
+    src, conv_src, dst = (s[live].long() for s in (src_slots, conv_src_slots, dst_slots))
     window_len = pairs[0][0].shape[1]
     entry = torch.arange(window_len, device=src.device)
     taken = window_offsets[live].long()[:, None] + entry  # (M', L)
@@ -122,7 +135,7 @@ def _copy_states_torch(
     taken = taken.clamp(max=window_len - 1)
     for conv_state, ssm_state in pairs:
         # Indexing copies, so all is read before anything is written.
-        moved = torch.where(inside, conv_state[src[:, None], taken], conv_state[dst])
+        moved = torch.where(inside, conv_state[conv_src[:, None], taken], conv_state[dst])
         conv_state[dst] = moved
         ssm_state[dst] = ssm_state[src]
 
@@ -146,7 +159,8 @@ def _copy_states_torch(
 
 @jit(do_not_specialize=["num_triples"])
 def copy_states_kernel(
-    conv_table_ptr, ssm_table_ptr, src_slots_ptr, dst_slots_ptr, offsets_ptr, num_triples,
+    conv_table_ptr, ssm_table_ptr, src_slots_ptr, conv_src_slots_ptr, dst_slots_ptr, offsets_ptr,
+    num_triples,
     stride_conv_slot, stride_ssm_slot,
     WINDOW_LEN: tl.constexpr, CONV_WORDS: tl.constexpr, SSM_WORDS: tl.constexpr,
     WORD: tl.constexpr, ALIGNMENT: tl.constexpr, SSM_TILES: tl.constexpr,
@@ -162,20 +176,22 @@ def copy_states_kernel(
         m = first + tl.arange(0, BLOCK_TRIPLES)
         m_mask = m < num_triples
         src_block = tl.load(src_slots_ptr + m, mask=m_mask, other=0)
+        conv_src_block = tl.load(conv_src_slots_ptr + m, mask=m_mask, other=0)
         dst_block = tl.load(dst_slots_ptr + m, mask=m_mask, other=0)
-        live = (src_block > 0) & (dst_block > 0)
+        live = (src_block > 0) & (conv_src_block > 0) & (dst_block > 0)
         if tl.sum(live.to(tl.int32), axis=0) > 0:
             for i in range(first, tl.minimum(first + BLOCK_TRIPLES, num_triples)):
                 src = tl.load(src_slots_ptr + i).to(tl.int64)
+                conv_src = tl.load(conv_src_slots_ptr + i).to(tl.int64)
                 dst = tl.load(dst_slots_ptr + i).to(tl.int64)
                 offset = tl.load(offsets_ptr + i).to(tl.int64)
-                if (src > 0) & (dst > 0):
+                if (src > 0) & (conv_src > 0) & (dst > 0):
                     if is_conv:
                         # Entry by entry, front to back: an in-place shift never reads an entry
                         # that it has already overwritten.
                         word = (tile - SSM_TILES) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
                         for entry in range(0, WINDOW_LEN - offset):
-                            value = tl.load(base + src * stride_conv_slot
+                            value = tl.load(base + conv_src * stride_conv_slot
                                             + (entry + offset) * CONV_WORDS + word,
                                             mask=word < CONV_WORDS)
                             tl.store(base + dst * stride_conv_slot + entry * CONV_WORDS + word,
@@ -201,7 +217,8 @@ def _address_table(addresses: tuple[int, ...], device: torch.device) -> torch.Te
 
 
 def _copy_states_triton(
-    pairs: Pairs, src_slots: torch.Tensor, dst_slots: torch.Tensor, window_offsets: torch.Tensor
+    pairs: Pairs, src_slots: torch.Tensor, conv_src_slots: torch.Tensor, dst_slots: torch.Tensor,
+    window_offsets: torch.Tensor,
 ) -> None:
     conv_state, ssm_state = pairs[0]
     conv_addresses, ssm_addresses = (
@@ -222,7 +239,7 @@ def _copy_states_triton(
         (ssm_tiles + conv_tiles, len(pairs)),
         _address_table(conv_addresses, conv_state.device),
         _address_table(ssm_addresses, conv_state.device),
-        src_slots, dst_slots, window_offsets, src_slots.numel(),
+        src_slots, conv_src_slots, dst_slots, window_offsets, src_slots.numel(),
         conv_page // word, ssm_page // word,
         WINDOW_LEN=conv_state.shape[1], CONV_WORDS=entry_bytes // word, SSM_WORDS=ssm_bytes // word,
         WORD=getattr(tl, _WORD_TYPES[word]), ALIGNMENT=alignment, SSM_TILES=ssm_tiles,
@@ -241,7 +258,7 @@ def aot_cases() -> list[AotCase]:
                           ALIGNMENT=16, SSM_TILES=cdiv(ssm_words, config["BLOCK_WORDS"]),
                           BLOCK_TRIPLES=128) | config
         pointers = {"conv_table_ptr": "*i64", "ssm_table_ptr": "*i64", "src_slots_ptr": "*i32",
-                    "dst_slots_ptr": "*i32", "offsets_ptr": "*i32"}
+                    "conv_src_slots_ptr": "*i32", "dst_slots_ptr": "*i32", "offsets_ptr": "*i32"}
         case = aot_case(copy_states_kernel, f"copy states P{head_dim}", pointers, constexprs,
                         num_warps=warps, num_stages=stages)
         cases.append(case)

@@ -56,7 +56,7 @@ class GhostMachine(RuleBasedStateMachine):
         self.names: dict[bytes, list[int]] = {}  # block hash -> the prefix it stands for
 
     @rule(
-        family=st.integers(0, 2), shared=st.integers(0, 60), own=st.integers(1, 20),
+        family=st.integers(0, 2), shared=st.integers(1, 60), own=st.integers(0, 20),
         output=st.integers(1, 16), salt=st.sampled_from([None, None, None, "s"]),
     )  # fmt: skip
     def arrive(self, family: int, shared: int, own: int, output: int, salt: str | None) -> None:

@@ -44,22 +44,26 @@ class Layers:
             pool.own(range(1, slots), g)
         self.pairs = [(conv.state, ssm.state) for conv, ssm in self.pools]
 
-    def check(self, triples: list[Triple], backend: str, dtype: torch.dtype = torch.int32) -> None:
+    def check(
+        self, triples: list[Triple], backend: str, dtype: torch.dtype = torch.int32,
+        conv_sources: list[int] | None = None,
+    ) -> None:  # fmt: skip
         expected = [(conv.raw.clone(), ssm.raw.clone()) for conv, ssm in self.pools]
         window_len, channels = self.pairs[0][0].shape[1:]
         for conv, ssm in expected:
             conv_size, ssm_size = window_len * channels, self.pairs[0][1][0].numel()
             # All reads come first: no triple may see what another has written.
             moves = [
-                (dst, conv[src, offset * channels : conv_size].clone(), ssm[src, :ssm_size].clone())
-                for src, dst, offset in triples
-                if src > 0 and dst > 0
+                (dst, conv[c, offset * channels : conv_size].clone(), ssm[src, :ssm_size].clone())
+                for (src, dst, offset), c in zip(triples, conv_sources or [t[0] for t in triples])
+                if src > 0 and c > 0 and dst > 0
             ]
             for dst, window, state in moves:
                 conv[dst, : len(window)] = window
                 ssm[dst, :ssm_size] = state
         columns = torch.tensor(triples, dtype=dtype).reshape(-1, 3).T.contiguous()
-        copy_states(self.pairs, *columns, backend=backend)
+        windows = None if conv_sources is None else torch.tensor(conv_sources, dtype=dtype)
+        copy_states(self.pairs, *columns, conv_src_slots=windows, backend=backend)
         for layer, (pools, wanted) in enumerate(zip(self.pools, expected)):
             for kind, pool, raw in zip(("conv", "ssm"), pools, wanted):
                 bits = {4: torch.int32, 2: torch.int16}[raw.element_size()]
@@ -105,6 +109,14 @@ def test_shifting_in_place(backend: str) -> None:
     window = layers.pairs[0][0][3, :, 0].tolist()
     layers.check([(3, 3, 2)], backend)
     assert layers.pairs[0][0][3, :, 0].tolist() == [*window[2:], window[3], window[4]]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_states_and_windows_from_different_slots(backend: str) -> None:
+    """Tokens 14 .. 18 of a verify step, B = 8: the states are in slots 3 .. 6, one window in 3."""
+    Layers().check([(4, 1, 1), (0, 2, 2)], backend, conv_sources=[3, 3])
+    Layers().check([(5, 3, 2)], backend, conv_sources=[3])  # the live block: its window shifts
+    Layers().check([(5, 2, 2), (6, 7, 1)], backend, conv_sources=[0, -1])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
