@@ -18,9 +18,9 @@ from tqdm import tqdm
 
 from mamba_teach import events
 from mamba_teach.cache.coordinator import CacheCoordinator
-from mamba_teach.cache.groups import CacheGroup, make_groups
+from mamba_teach.cache.groups import make_groups
 from mamba_teach.cache.mode import check_block_size, resolve_cache_mode
-from mamba_teach.cache.specs import make_layer_specs
+from mamba_teach.cache.specs import derived_num_blocks, make_layer_specs
 from mamba_teach.config import EngineConfig
 from mamba_teach.request import Request, RequestOutput, RequestRefused, SamplingParams, Status
 from mamba_teach.runner.model_runner import ModelRunner
@@ -51,7 +51,9 @@ class Engine:
         groups = make_groups(make_layer_specs(model.config, config, mode.effective))
         block_size = min(group.spec.block_size for group in groups)
         check_block_size(config, mode, block_size)
-        num_blocks = self._num_blocks(groups)
+        num_blocks = config.num_blocks or derived_num_blocks(
+            config, [group.spec for group in groups], mode.caches_prefixes
+        )
         self.events: list[events.Event] = [
             events.EngineStarted(num_blocks, tuple(group.name for group in groups), block_size)
         ]
@@ -172,12 +174,6 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget all published blocks; running requests go on."""
         self.cache.reset()
-
-    def _num_blocks(self, groups: tuple[CacheGroup, ...]) -> int:
-        if self.config.num_blocks is not None:
-            return self.config.num_blocks
-        per_request = sum(g.spec.max_blocks_for(self.config.max_model_len) for g in groups)
-        return 1 + self.config.max_num_seqs * per_request
 
     def _enqueue(
         self, token_ids: tuple[int, ...], params: SamplingParams, cache_salt: str | None

@@ -53,10 +53,13 @@ class EngineSummary:
             ]
         page, positions = groups[0].spec.page_size_bytes, max(len(g.layers) for g in groups)
         longest = cache.max_blocks_for(engine.max_model_len)
-        why = "as given" if engine.num_blocks else f"{engine.max_num_seqs} requests of {longest}"
+        why = "as given"
+        if engine.num_blocks is None:
+            why = f"for {engine.max_num_seqs} requests of {engine.max_model_len} tokens"
+            why += ", and what they leave to the cache" if mode.caches_prefixes else ""
         lines += [
             ("page", f"{page} bytes", f"times {positions} layers of a group"),
-            ("blocks", f"{pool.num_blocks}", f"{why}, and the null block"),
+            ("blocks", f"{pool.num_blocks}", f"{why}; one is the null block"),
             ("cache memory", f"{pool.num_blocks * page * positions / 1e6:.1f} MB", ""),
             ("blocks per request", f"{longest}", f"at max_model_len={engine.max_model_len}"),
             ("tokens per step", f"{engine.max_num_batched_tokens}", "longer prompts go in chunks"),

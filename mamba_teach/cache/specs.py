@@ -17,6 +17,7 @@ check at the door, the derived pool size, the summary) asks the same two methods
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import ClassVar
@@ -125,7 +126,8 @@ def make_layer_specs(
     )
     state_bytes = sum(t.num_bytes for t in state) if mamba_layers else 0
     token_bytes = 2 * model.num_key_value_heads * model.head_dim * DTYPE_BYTES[engine.dtype]
-    derived = derived_block_size(state_bytes, token_bytes)
+    # Without attention nothing asks for equal pages, and the scan's own chunk is a good block.
+    derived = derived_block_size(state_bytes, token_bytes) if attention_layers else model.chunk_size
     block_size = engine.block_size or derived
     keys = TensorSpec((block_size, model.num_key_value_heads, model.head_dim), engine.dtype)
     page = 2 * keys.num_bytes if attention_layers else state_bytes
@@ -140,6 +142,24 @@ def make_layer_specs(
     }
     specs |= {i: AttentionSpec(block_size, (keys, keys), page) for i in attention_layers}
     return specs
+
+
+def derived_num_blocks(
+    engine: EngineConfig, groups: Sequence[LayerSpec], caches_prefixes: bool
+) -> int:
+    """Blocks for ``max_num_seqs`` requests of ``max_model_len`` tokens, and the null block.
+
+    With prefix caching there is room to keep what they leave behind, too: one block per column.
+
+    Args:
+        groups: the spec of every group.
+    """
+    longest = engine.max_model_len
+    per_request = sum(
+        spec.columns_for(longest) if caches_prefixes else spec.max_blocks_for(longest)
+        for spec in groups
+    )
+    return 1 + engine.max_num_seqs * per_request
 
 
 def derived_block_size(state_bytes: int, token_bytes: int) -> int:

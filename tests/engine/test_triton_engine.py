@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from support.models import NEAR_TIE, greedy_gap, random_prompt, toy_model
 
 from mamba_kernels.backend import override_backend
+from mamba_kernels.checks import debug_checks
 from mamba_kernels.launch import collect_variants, count_launches
 from mamba_teach import Engine, EngineConfig, SamplingParams
 from mamba_teach.model.metadata import MambaCache, MambaDecode, MambaMetadata
 from mamba_teach.runner.warmup import warm_up
 
 pytestmark = pytest.mark.interpreter
+
+
+@pytest.fixture(autouse=True)
+def slots_are_checked() -> Iterator[None]:
+    """A kernel believes its slots; a wrong one in a test shall be an error, not a broken heap."""
+    with debug_checks():
+        yield
 
 
 def engine_for(mode: str, **settings: object) -> Engine:
@@ -68,7 +78,8 @@ def test_launches_per_layer_are_those_of_the_table() -> None:
 def test_speculative_variants_are_warmed_too() -> None:
     k, model = 2, toy_model("M-")
     with override_backend("torch"):
-        engine = Engine(model, EngineConfig(max_model_len=64, max_num_seqs=3, device="cpu"))
+        config = EngineConfig(num_blocks=9, enable_prefix_caching=False, device="cpu")
+        engine = Engine(model, config)
     cache = engine.runner.caches[0]
     wide = MambaCache(cache.ssm.new_zeros(9, 3 + k, model.config.conv_dim), cache.ssm)
     slots = torch.arange(1, 1 + 2 * (1 + k), dtype=torch.int32).view(2, 1 + k)
