@@ -110,7 +110,8 @@ class Scheduler:
             request = self.waiting[0]
             hit = self.cache.find_hit(request)
             num_tokens = self._tokens_for(request, hit, budget)
-            if num_tokens == 0 or not self.cache.admit(request, hit, num_tokens):
+            chunk = self.config.max_num_batched_tokens
+            if num_tokens == 0 or not self.cache.admit(request, hit, num_tokens, chunk):
                 break
             self._admit(request, hit)
             rows.append(self._row(request, num_tokens))

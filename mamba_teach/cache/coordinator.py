@@ -88,10 +88,11 @@ class CacheCoordinator:
                 return length * block_size
             length = agreed
 
-    def admit(self, request: Request, hit: int, num_tokens: int) -> bool:
+    def admit(self, request: Request, hit: int, num_tokens: int, budget: int) -> bool:
         """Give a request its hit blocks and blocks for its first ``num_tokens`` tokens behind them.
 
-        Returns False, and changes nothing, if the pool has too few.
+        Returns False, and changes nothing, if the pool has too few for these or for a later chunk of
+        up to ``budget`` tokens: a request that is let in and thrown out half-way helps nobody.
         """
         rid = request.request_id
         hits = [
@@ -106,7 +107,11 @@ class CacheCoordinator:
         # A hit block that waits in the free list is no longer free once it is touched.
         waiting = sum(self.pool.num_owners(block) == 0 for block in touched)
         missing = self._missing(request, hit, hit + num_tokens)
-        if waiting + sum(map(len, missing)) > self.pool.num_free:
+        needed = sum(
+            manager.prefill_need(hit, request.num_tokens, budget, len(columns))
+            for manager, columns in zip(self.managers, missing, strict=True)
+        )
+        if waiting + needed > self.pool.num_free:
             for manager in self.managers:
                 del manager.tables[rid]
             return False

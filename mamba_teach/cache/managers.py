@@ -16,7 +16,7 @@ from mamba_teach.cache.columns import (
     last_computed_column,
     last_scheduled_column,
 )
-from mamba_teach.cache.specs import AttentionSpec, LayerSpec, MambaSpec
+from mamba_teach.cache.specs import AttentionSpec, LayerSpec, MambaSpec, cdiv
 
 HashList = Sequence[bytes]  # chained hashes of a request's full blocks
 
@@ -49,6 +49,17 @@ class GroupManager:
             known: tokens the request has, computed or not.
         """
         raise NotImplementedError
+
+    def prefill_need(self, hit: int, known: int, budget: int, missing: int) -> int:
+        """Blocks to have free before a request is let in, so that no later chunk throws it out.
+
+        Args:
+            hit: tokens it starts behind.
+            known: tokens it has.
+            budget: tokens of a chunk at most.
+            missing: columns that its first chunk needs.
+        """
+        return missing
 
     def place(self, request_id: str, columns: Sequence[int], blocks: Sequence[int]) -> None:
         """Put new blocks into a request's columns."""
@@ -150,6 +161,12 @@ class MambaManager(GroupManager):
         first = first_scheduled_column(n, self.spec.block_size) if keeps_all else last
         table = self.tables.get(request_id, [])
         return [c for c in range(first, last + 1) if c >= len(table) or table[c] == NULL_BLOCK_ID]
+
+    def prefill_need(self, hit: int, known: int, budget: int, missing: int) -> int:
+        # A later chunk holds the running state it reads and the columns it writes.
+        size = self.spec.block_size
+        written = cdiv(budget, size) if self.spec.mamba_cache_mode == "all" else 1
+        return max(missing, min(1 + written, cdiv(known, size) - hit // size))
 
     def written_boundaries(self, n: int, seq_len: int) -> range:
         if self.spec.mamba_cache_mode == "all":

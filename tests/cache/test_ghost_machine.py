@@ -168,6 +168,26 @@ def test_a_swapped_slot_is_named() -> None:
         engine.step()
 
 
+@pytest.mark.parametrize(("mode", "smallest"), [("align", 21), ("all", 57)])
+def test_a_long_prompt_is_let_in_once(mode: str, smallest: int) -> None:
+    """Chunks of 20 tokens pass 5 blocks at once; the pool is short while the first request runs."""
+    lengths = []
+    for num_blocks in range(smallest, smallest + 20):
+        engine = ghost_engine(
+            mode, num_blocks=num_blocks, max_num_batched_tokens=20, max_num_seqs=2
+        )
+        engine.add_request(list(range(29)), SamplingParams(max_tokens=3))  # it does not grow
+        long = engine.add_request(list(range(40, 92)), SamplingParams(max_tokens=4))
+        request = engine._requests[long]
+        try:
+            while engine.has_unfinished_requests():
+                engine.step()
+        finally:
+            lengths.append(request.num_prefills)
+        assert engine.model.continuation(list(range(40, 92)), 4) == request.output_token_ids
+    assert max(lengths) == 1, lengths
+
+
 def test_a_stale_state_is_named() -> None:
     engine = ghost_engine("none")
     request = engine.add_request([5] * 12, SamplingParams(max_tokens=8))
