@@ -53,6 +53,9 @@ class EngineSummary:
             ]
         page, positions = groups[0].spec.page_size_bytes, max(len(g.layers) for g in groups)
         longest = cache.max_blocks_for(engine.max_model_len)
+        largest = sum(
+            group.spec.max_memory_usage_bytes(engine.max_model_len) * positions for group in groups
+        )
         why = "as given"
         if engine.num_blocks is None:
             why = f"for {engine.max_num_seqs} requests of {engine.max_model_len} tokens"
@@ -62,6 +65,7 @@ class EngineSummary:
             ("blocks", f"{pool.num_blocks}", f"{why}; one is the null block"),
             ("cache memory", f"{pool.num_blocks * page * positions / 1e6:.1f} MB", ""),
             ("blocks per request", f"{longest}", f"at max_model_len={engine.max_model_len}"),
+            ("memory per request", f"{largest / 1e6:.1f} MB", "at most"),
             ("tokens per step", f"{engine.max_num_batched_tokens}", "longer prompts go in chunks"),
         ]
         return cls(tuple(lines))

@@ -76,6 +76,10 @@ class LayerSpec:
         """Blocks that a request of ``num_tokens`` tokens holds at most, at any one time."""
         return self.columns_for(num_tokens)
 
+    def max_memory_usage_bytes(self, num_tokens: int) -> int:
+        """Bytes of one layer's pages that such a request holds at most."""
+        return self.max_blocks_for(num_tokens) * self.page_size_bytes
+
 
 @dataclass(frozen=True)
 class AttentionSpec(LayerSpec):

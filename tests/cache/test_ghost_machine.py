@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from mamba_teach import Engine, EngineConfig, GhostModel, SamplingParams, reduce
 from mamba_teach.cache.block_hash import first_parent, hash_block
-from mamba_teach.events import BlockPublished, PrefixHit
+from mamba_teach.events import BlockPublished, PrefixHit, RowScheduled
 from mamba_teach.ghost import GhostError, extend_hash
 
 LONGEST = 96
@@ -77,8 +77,12 @@ class GhostMachine(RuleBasedStateMachine):
     def step(self, count: int) -> None:
         global steps_run
         for _ in range(count):
-            steps_run += self.engine.has_unfinished_requests()
-            for output in self.engine.step():
+            had_work, start = self.engine.has_unfinished_requests(), len(self.engine.events)
+            steps_run += had_work
+            outputs = self.engine.step()
+            scheduled = [e for e in self.engine.events[start:] if isinstance(e, RowScheduled)]
+            assert bool(scheduled) == had_work, "a step with work to do did none"
+            for output in outputs:
                 expected = self.expected[output.request_id][: len(output.token_ids)]
                 assert list(output.token_ids) == expected
             assert_consistent(self.engine)
