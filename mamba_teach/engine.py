@@ -12,6 +12,7 @@ whether it is alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 from tqdm import tqdm
@@ -103,12 +104,16 @@ class Engine:
                 raise RequestRefused(f"prompt {i}: {refusal}") from None
         ids = [self._enqueue(tokens, p, cache_salt) for tokens, p in checked]
         finished: dict[str, RequestOutput] = {}
-        with tqdm(total=len(ids), desc="serving", unit="request", disable=not progress) as bar:
-            while self.has_unfinished_requests():
-                for output in self.step():
-                    if output.finish_reason is not None:
-                        finished[output.request_id] = output
-                        bar.update()
+        try:
+            with tqdm(total=len(ids), desc="serving", unit="request", disable=not progress) as bar:
+                while self.has_unfinished_requests():
+                    for output in self.step():
+                        if output.finish_reason is not None:
+                            finished[output.request_id] = output
+                            bar.update()
+        finally:  # interrupted: nobody will ask for the rest
+            for request_id in ids:
+                self.abort(request_id)
         return [finished[request_id] for request_id in ids]
 
     def add_request(
@@ -195,12 +200,13 @@ class Engine:
                 raise RequestRefused("the model has no tokenizer: pass token ids instead of text")
             token_ids = tuple(self.tokenizer.encode(prompt).ids)
         else:
-            token_ids = tuple(prompt)
+            token_ids = tuple(prompt)  # numpy's integers are integers, too
         if not token_ids:
             raise RequestRefused("the prompt is empty: at least 1 token is needed")
         vocab = self.model.config.vocab_size
         for i, token in enumerate(token_ids):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
+            is_integer = isinstance(token, Integral) and not isinstance(token, bool)
+            if not is_integer or not 0 <= int(token) < vocab:
                 raise RequestRefused(
                     f"token {token!r} at position {i} is unknown: ids are integers from 0 to {vocab - 1}"
                 )
@@ -218,7 +224,7 @@ class Engine:
                 f"the request may grow to {most} computed tokens and needs {needed} blocks; the pool "
                 f"has {usable}"
             )
-        return token_ids
+        return tuple(int(token) for token in token_ids)
 
     def _finish_reason(self, request: Request, token: int) -> str | None:
         """Whether this new token is the last, and why."""

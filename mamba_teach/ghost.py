@@ -27,6 +27,7 @@ from mamba_teach.model.metadata import (
     MambaCache,
     MambaMetadata,
 )
+from mamba_teach.request import Request
 from mamba_teach.scheduler import ScheduledRow
 
 MODULUS = 2**31 - 1  # hashes fit an int32 entry of the pool
@@ -64,7 +65,7 @@ class GhostModel:
         )  # fmt: skip
         self.supports_checkpoints = supports_checkpoints
         self._rows: Sequence[ScheduledRow] = ()
-        self._prefix_hashes: dict[str, list[int]] = {}
+        self._prefix_hashes: dict[str, tuple[Request, list[int]]] = {}
         self._known: dict[tuple[int, int], str] = {(0, 0): "nothing"}
 
     def place(self, device: torch.device, dtype: torch.dtype) -> GhostModel:
@@ -87,7 +88,10 @@ class GhostModel:
         self._rows = rows
         for row in rows:
             request = row.request
-            hashes = self._prefix_hashes.setdefault(request.request_id, [0])
+            known, hashes = self._prefix_hashes.get(request.request_id, (None, []))
+            if known is not request:  # another engine's request of that name, perhaps
+                hashes = [0]
+                self._prefix_hashes[request.request_id] = request, hashes
             for token in request.tokens(len(hashes) - 1, row.num_computed + row.num_tokens):
                 hashes.append(extend_hash(hashes[-1], token))
                 self._known.setdefault((len(hashes) - 1, hashes[-1]), request.request_id)
@@ -188,7 +192,7 @@ class GhostModel:
                     f"page {int(pages[i // size])} (layer {layer}) holds another token than "
                     f"{self._who(r)} has at position {i}"
                 )
-            hashes = self._prefix_hashes[row.request.request_id]
+            _, hashes = self._prefix_hashes[row.request.request_id]
             seen += hashes[row.num_computed + 1 : length + 1]
         return seen
 
@@ -201,7 +205,8 @@ class GhostModel:
         n = self._rows[row].num_computed
         if slot == 0:
             raise GhostError(f"{self._who(row)} reads the null slot (layer {layer})")
-        if (count, value) != (n, self._prefix_hashes[self._rows[row].request.request_id][n]):
+        _, hashes = self._prefix_hashes[self._rows[row].request.request_id]
+        if (count, value) != (n, hashes[n]):
             owner = self._known.get((count, value))
             holds = f"the state after {count} tokens of {owner}" if owner else "no state"
             raise GhostError(

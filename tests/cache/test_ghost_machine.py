@@ -234,6 +234,14 @@ def test_the_closed_form_needs_no_engine() -> None:
     assert model.continuation([1, 2, 4], 4) != said
 
 
+def test_one_ghost_may_serve_two_engines() -> None:
+    model = GhostModel("M*")
+    for prompt in ([1, 2, 3], [4, 5]):
+        engine = Engine(model, EngineConfig(block_size=4, max_model_len=LONGEST, device="cpu"))
+        output = engine.generate([prompt], SamplingParams(max_tokens=5))[0]
+        assert list(output.token_ids) == model.continuation(prompt, 5)
+
+
 def test_hits_are_found_by_the_ghost_too() -> None:
     engine = ghost_engine("all")
     prompt = list(range(30))

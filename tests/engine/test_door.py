@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from support.models import random_prompt, toy_config, toy_model
 
@@ -56,6 +57,30 @@ def test_generate_names_the_bad_prompt_and_starts_none() -> None:
         engine.generate([[1, 2], [], [3]])
     assert not engine.has_unfinished_requests()
     assert engine.generate([[1, 2]], SamplingParams(max_tokens=2))[0].finish_reason == "length"
+
+
+def test_an_interrupted_generate_leaves_a_clean_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_for()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "execute", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([[1, 2, 3], [4, 5]])
+    assert not engine.has_unfinished_requests()
+    assert engine.cache.pool.num_free == engine.cache.pool.num_blocks - 1
+    assert len(engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4))[0].token_ids) == 4
+
+
+def interrupted(schedule: object) -> list[int | None]:
+    raise KeyboardInterrupt
+
+
+def test_numpy_and_plain_integers_are_token_ids() -> None:
+    engine = engine_for()
+    plain, numpy_ids = engine.generate(
+        [[7, 8, 9], list(np.array([7, 8, 9]))], SamplingParams(max_tokens=4)
+    )
+    assert plain.token_ids == numpy_ids.token_ids
+    assert {type(token) for token in numpy_ids.prompt_token_ids} == {int}
 
 
 def test_generate_does_not_swallow_the_outputs_of_others() -> None:
