@@ -56,7 +56,8 @@ class GhostMachine(RuleBasedStateMachine):
         self.names: dict[bytes, list[int]] = {}  # block hash -> the prefix it stands for
 
     @rule(
-        family=st.integers(0, 2), shared=st.integers(1, 60), own=st.integers(0, 20),
+        family=st.integers(0, 2), own=st.sampled_from([0, 0, 1, 2, 5, 12, 20]),
+        shared=st.integers(1, 60) | st.integers(1, 7).map(lambda i: 8 * i),  # often a whole block
         output=st.integers(1, 16), salt=st.sampled_from([None, None, None, "s"]),
     )  # fmt: skip
     def arrive(self, family: int, shared: int, own: int, output: int, salt: str | None) -> None:

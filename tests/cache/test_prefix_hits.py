@@ -13,6 +13,7 @@ from mamba_teach import Engine, EngineConfig, SamplingParams, load_model
 from mamba_teach.cache.block_pool import BlockKey, BlockPool
 from mamba_teach.cache.mode import resolve_cache_mode
 from mamba_teach.cache.specs import MambaSpec, TensorSpec
+from mamba_teach.events import BlocksAllocated
 from mamba_teach.wordmath.evaluate import MAX_SOLUTION_TOKENS
 from mamba_teach.wordmath.problems import held_out_problems
 from mamba_teach.wordmath.prompts import few_shot_prompt
@@ -259,6 +260,33 @@ def test_wordmath_answers_are_the_same_in_every_mode() -> None:
             assert gap <= NEAR_TIE, f"{mode}: problem {i} has a token that is not the best"
     cached = {m: sum(o.num_cached_tokens for o in served) for m, served in outputs.items()}
     assert cached["none"] == 0 < cached["align"] <= cached["all"]
+
+
+def is_poisoned(engine: Engine, block: int) -> bool:
+    """Whether a block is NaN in every layer, to the last number."""
+    return all(
+        bool(tensor[block].isnan().all())
+        for cache in filter(None, engine.runner.caches)
+        for tensor in vars(cache).values()
+    )
+
+
+def test_what_means_nothing_any_more_is_poisoned() -> None:
+    engine = engine_for("all", pattern="M*")
+    hit(engine, random_prompt(40, seed=14), max_tokens=1)
+    pool = engine.cache.pool
+    published = [b for b in range(1, pool.num_blocks) if pool.key_of(b)]
+    used = {b for e in engine.events if isinstance(e, BlocksAllocated) for b in e.block_ids}
+    given_up = used - set(published)  # the running state, and the page of the last tokens
+    assert len(published) == 4 and len(given_up) == 2
+    engine.add_request(random_prompt(3, seed=15), ONE)
+    engine.step()  # poison falls before a step computes
+    assert all(is_poisoned(engine, b) for b in given_up)
+    assert not any(is_poisoned(engine, b) for b in published)
+    engine.reset_prefix_cache()
+    engine.add_request(random_prompt(3, seed=16), ONE)
+    engine.step()
+    assert all(is_poisoned(engine, b) for b in published)
 
 
 # Modes and sizes ------------------------------------------------------------------------------
