@@ -9,6 +9,7 @@ machine checks the books after every step, and every published block against the
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 import torch
@@ -154,11 +155,11 @@ def test_the_machine_ran_long_enough() -> None:
 # The ghost itself ---------------------------------------------------------------------------
 
 
-def ghost_engine(mode: str = "all", **settings_: object) -> Engine:
+def ghost_engine(mode: str = "all", layers: str = "MM*M", **settings_: object) -> Engine:
     defaults: dict[str, object] = dict(
         block_size=4, max_model_len=LONGEST, max_num_seqs=4, mamba_cache_mode=mode, device="cpu"
     )
-    return Engine(GhostModel(), EngineConfig(**(defaults | settings_)))
+    return Engine(GhostModel(layers), EngineConfig(**(defaults | settings_)))
 
 
 def test_a_swapped_slot_is_named() -> None:
@@ -191,6 +192,32 @@ def test_a_long_prompt_is_let_in_once(mode: str, smallest: int) -> None:
             lengths.append(request.num_prefills)
         assert engine.model.continuation(list(range(40, 92)), 4) == request.output_token_ids
     assert max(lengths) == 1, lengths
+
+
+def test_an_older_prefill_may_take_the_place_of_a_newer_decode() -> None:
+    """The newer request's decode row is already planned when the older one, which resumes in chunks,
+    finds the pool dry: the row has to leave the step."""
+    withdrawn = 0
+    params = SamplingParams(max_tokens=40)
+    for num_blocks, steps in product(range(31, 40), range(20, 28)):
+        engine = ghost_engine("all", "M*", num_blocks=num_blocks, max_num_batched_tokens=20)
+        prompts = [list(range(20)), list(range(40, 60))]
+        ids = [engine.add_request(prompt, params) for prompt in prompts]
+        for _ in range(steps):
+            engine.step()
+        if [r.request_id for r in engine.scheduler.running] != ids:
+            continue  # the pool was too small for both from the start
+        engine.reset_prefix_cache()  # so that the older one has to compute all of it again
+        engine.scheduler.preempt(engine.scheduler.running[0])
+        outputs = {}
+        while engine.has_unfinished_requests():
+            both = engine.scheduler.running[:] if len(engine.scheduler.running) == 2 else []
+            outputs |= {o.request_id: o for o in engine.step() if o.finish_reason}
+            withdrawn += bool(both) and both[1] in engine.scheduler.waiting
+        for prompt, request_id in zip(prompts, ids):
+            said = engine.model.continuation(prompt, params.max_tokens)
+            assert list(outputs[request_id].token_ids) == said
+    assert withdrawn, "the case did not occur"
 
 
 def test_a_stale_state_is_named() -> None:
