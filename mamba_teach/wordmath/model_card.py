@@ -34,15 +34,15 @@ class Measured:
     mtp_agreement: float
 
 
-def measure(folder: Path, num_problems: int = NUM_PROBLEMS) -> Measured:
+def measure(folder: Path) -> Measured:
     """Load the checkpoint as a user would and serve held-out problems with it."""
     model = load_model(folder)
     few_shot, zero_shot = (
-        evaluate(Engine(model, EngineConfig()), num_problems, few_shot=few, progress=True).accuracy
+        evaluate(Engine(model, EngineConfig()), NUM_PROBLEMS, few_shot=few, progress=True).accuracy
         for few in (True, False)
     )
     assert model.tokenizer is not None
-    problems = held_out_problems(num_problems)
+    problems = held_out_problems(NUM_PROBLEMS)
     _, agreement = teacher_forced_accuracy(model, model.tokenizer, problems)
     return Measured(model.num_parameters(), few_shot, zero_shot, agreement)
 

@@ -220,6 +220,30 @@ def test_an_older_prefill_may_take_the_place_of_a_newer_decode() -> None:
     assert withdrawn, "the case did not occur"
 
 
+def test_a_request_that_resumes_as_a_decode_stands_before_prefills() -> None:
+    """All but its last sampled token is a hit, so it decodes at once, beside a prompt half-way."""
+    engine = ghost_engine("all", max_num_batched_tokens=20, max_num_seqs=3)
+    prompts = [list(range(6)), list(range(40, 70))]
+    ids = [engine.add_request(prompts[0], SamplingParams(max_tokens=9))]
+    engine.step()
+    engine.step()
+    ids.append(engine.add_request(prompts[1], SamplingParams(max_tokens=9)))
+    engine.step()
+    first = engine.scheduler.running[0]
+    assert (first.num_tokens, first.num_computed_tokens) == (9, 8)  # two whole blocks of 4
+    engine.scheduler.preempt(first)
+    start, outputs = len(engine.events), {}
+    while engine.has_unfinished_requests():
+        outputs |= {o.request_id: o for o in engine.step() if o.finish_reason}
+    rows = [e for e in engine.events[start:] if isinstance(e, RowScheduled)][:2]
+    assert [(r.request_id, r.kind, r.num_tokens) for r in rows] == [
+        (ids[0], "decode", 1),
+        (ids[1], "prefill", 11),
+    ]
+    for request_id, prompt in zip(ids, prompts):
+        assert list(outputs[request_id].token_ids) == engine.model.continuation(prompt, 9)
+
+
 def test_a_stale_state_is_named() -> None:
     engine = ghost_engine("none")
     request = engine.add_request([5] * 12, SamplingParams(max_tokens=8))
