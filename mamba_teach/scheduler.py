@@ -104,9 +104,8 @@ class Scheduler:
             if self._make_room(request, n + num_tokens, rows):
                 rows.append(self._row(request, num_tokens))
                 budget -= num_tokens
-        # Whoever was just preempted would come straight back and be preempted again.
-        made_room = any(request.status is not Status.RUNNING for request in by_urgency)
-        while self.waiting and not made_room and len(self.running) < self.config.max_num_seqs:
+        # Whoever was just preempted stands first in the queue, and needs more than it gave back.
+        while self.waiting and len(self.running) < self.config.max_num_seqs:
             request = self.waiting[0]
             hit = self.cache.find_hit(request)
             num_tokens = self._tokens_for(request, hit, budget)
