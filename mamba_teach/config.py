@@ -143,6 +143,10 @@ class EngineConfig:
         device: "cpu", "cuda", or "auto" for cuda where there is one.
         dtype: of activations, keys and values, and convolution windows.
         ssm_state_dtype: of SSM states. fp32 unless you know better: in 16 bits small updates vanish.
+        num_speculative_tokens: (k) tokens to guess ahead per step and request, checked by the model
+            in the same step. 0 generates one token at a time.
+        speculative_method: who guesses: "mtp" (the model's own head), "ngram" (what followed the
+            last time), or None for the head where the model has one.
         poison: fill blocks with NaN when their content stops meaning anything, so that whoever
             reads one shows it. For tests and for the curious.
     """
@@ -157,6 +161,8 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "float32"
     ssm_state_dtype: str = "float32"
+    num_speculative_tokens: int = 0
+    speculative_method: str | None = None
     poison: bool = False
 
     def __post_init__(self) -> None:
@@ -167,10 +173,20 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.num_speculative_tokens < 0:
+            raise ValueError(f"num_speculative_tokens={self.num_speculative_tokens}: must be 0 or more")
+        if self.speculative_method not in (None, "mtp", "ngram"):
             raise ValueError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
-                f"max_num_seqs={self.max_num_seqs}: every running request needs a token per step"
+                f"speculative_method={self.speculative_method!r}: must be 'mtp', 'ngram' or None"
+            )
+        needed = self.max_num_seqs * (1 + self.num_speculative_tokens)
+        if self.max_num_batched_tokens < needed:
+            drafts = ""
+            if self.num_speculative_tokens:
+                drafts = f" and num_speculative_tokens={self.num_speculative_tokens} drafts"
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than {needed}: each of "
+                f"max_num_seqs={self.max_num_seqs} running requests needs a token{drafts} per step"
             )
         if self.block_size is not None and self.block_size < 1:
             raise ValueError(f"block_size={self.block_size}: must be at least 1 token, or None")

@@ -27,6 +27,8 @@ from mamba_teach.request import Request, RequestOutput, RequestRefused, Sampling
 from mamba_teach.runner.model_runner import ModelRunner
 from mamba_teach.runner.served_model import ServedModel
 from mamba_teach.scheduler import Scheduler
+from mamba_teach.spec_decode.choose import make_proposer, uses_mtp_head
+from mamba_teach.spec_decode.proposer import Proposer
 from mamba_teach.summary import EngineSummary
 
 
@@ -35,6 +37,7 @@ class Engine:
 
     Attributes:
         model, config: as given; the model is moved to the device and dtype of the config.
+            With ``num_speculative_tokens`` the config says who drafts, unless a ``proposer`` is given.
         cache_mode: the Mamba cache mode in force, and why.
         cache: who owns which block.
         scheduler: the queues.
@@ -43,13 +46,21 @@ class Engine:
         num_steps: steps run so far.
     """
 
-    def __init__(self, model: ServedModel, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        config: EngineConfig | None = None,
+        *,
+        proposer: Proposer | None = None,
+    ) -> None:
         self.config = config = config or EngineConfig()
         self.device = resolve_device(config.device)
         self.model = model.place(self.device, getattr(torch, config.dtype))
         self.tokenizer = model.tokenizer
         self.cache_mode = mode = resolve_cache_mode(config, model.supports_checkpoints)
-        groups = make_groups(make_layer_specs(model.config, config, mode.effective))
+        mtp_drafts = proposer is None and uses_mtp_head(model, config)
+        specs = make_layer_specs(model.config, config, mode.effective, mtp_drafts=mtp_drafts)
+        groups = make_groups(specs)
         block_size = min(group.spec.block_size for group in groups)
         check_block_size(config, mode, block_size)
         num_blocks = config.num_blocks or derived_num_blocks(
@@ -59,12 +70,19 @@ class Engine:
             events.EngineStarted(num_blocks, tuple(group.name for group in groups), block_size)
         ]
         emit = self.events.append
-        self.cache = CacheCoordinator(groups, num_blocks, mode.caches_prefixes, emit)
+        k = config.num_speculative_tokens
+        if proposer is None:
+            proposer = make_proposer(model, config)
+        elif k == 0:
+            raise ValueError("a proposer is given, but num_speculative_tokens=0 leaves it no token")
+        self.cache = CacheCoordinator(
+            groups, num_blocks, mode.caches_prefixes, emit, num_lookahead_tokens=k * mtp_drafts
+        )
         self.num_steps = 0
         self._requests: dict[str, Request] = {}
         self._num_arrivals = 0
         self.scheduler = Scheduler(config, self.cache, mode.effective == "align", emit)
-        self.runner = ModelRunner(self.model, config, groups, num_blocks)
+        self.runner = ModelRunner(self.model, config, groups, num_blocks, emit, proposer)
 
     def generate(
         self,
@@ -147,16 +165,16 @@ class Engine:
         self.events.append(events.StepStarted(self.num_steps))
         schedule = self.scheduler.schedule()
         try:
-            sampled = self.runner.execute(schedule)
+            results = self.runner.execute(schedule)
         except BaseException:
             self.scheduler.discard(schedule)
             raise
         self.num_steps += 1
         outputs = []
-        for row, token in zip(schedule.rows, sampled, strict=True):
-            reason = None if token is None else self._finish_reason(row.request, token)
-            self.scheduler.commit(row, token, reason)
-            if token is not None:
+        for row, result in zip(schedule.rows, results, strict=True):
+            sampled, reason = self._until_the_end(row.request, result.sampled)
+            self.scheduler.commit(row, sampled, result.drafts, reason)
+            if sampled:
                 outputs.append(self._output(row.request))
             if reason is not None:
                 del self._requests[row.request.request_id]
@@ -186,10 +204,22 @@ class Engine:
         arrival = self._num_arrivals
         self._num_arrivals += 1
         seed = arrival if params.seed is None else params.seed
-        request = Request(f"r{arrival}", token_ids, params, arrival, seed, cache_salt)
+        request = Request(
+            f"r{arrival}",
+            token_ids,
+            params,
+            arrival,
+            seed,
+            self._max_computed_tokens(len(token_ids), params),
+            cache_salt,
+        )
         self._requests[request.request_id] = request
         self.scheduler.add(request)
         return request.request_id
+
+    def _max_computed_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """Tokens a request may grow to, but for the last: it is sampled and needs no place."""
+        return min(num_prompt_tokens + params.max_tokens, self.config.max_model_len) - 1
 
     def _checked_prompt(
         self, prompt: str | Sequence[int], params: SamplingParams
@@ -216,8 +246,7 @@ class Engine:
                 f"the prompt has {len(token_ids)} tokens; max_model_len={longest} leaves room for "
                 f"at most {longest - 1} and one generated token"
             )
-        # The last token is sampled and never computed: it needs no place.
-        most = min(len(token_ids) + params.max_tokens, longest) - 1
+        most = self._max_computed_tokens(len(token_ids), params)
         needed, usable = self.cache.max_blocks_for(most), self.cache.pool.num_blocks - 1
         if needed > usable:
             raise RequestRefused(
@@ -226,15 +255,16 @@ class Engine:
             )
         return tuple(int(token) for token in token_ids)
 
-    def _finish_reason(self, request: Request, token: int) -> str | None:
-        """Whether this new token is the last, and why."""
-        if token in self.model.config.eos_token_ids and not request.params.ignore_eos:
-            return "stop"
-        total = request.num_tokens + 1
-        sampled = len(request.output_token_ids) + 1
-        if sampled >= request.params.max_tokens or total >= self.config.max_model_len:
-            return "length"
-        return None
+    def _until_the_end(
+        self, request: Request, sampled: list[int]
+    ) -> tuple[list[int], str | None]:
+        """New tokens up to the last one of the request, and why it is the last; or all, and None."""
+        for count, token in enumerate(sampled, start=1):
+            if token in self.model.config.eos_token_ids and not request.params.ignore_eos:
+                return sampled[:count], "stop"
+            if request.num_tokens + count > request.max_computed_tokens:
+                return sampled[:count], "length"
+        return sampled, None
 
     def _output(self, request: Request) -> RequestOutput:
         text = "" if self.tokenizer is None else self.tokenizer.decode(request.output_token_ids)
@@ -246,6 +276,8 @@ class Engine:
             finish_reason=request.finish_reason if request.status is Status.FINISHED else None,
             num_cached_tokens=request.num_cached_tokens,
             num_preemptions=request.num_preemptions,
+            num_drafted_tokens=request.num_drafted_tokens,
+            num_accepted_drafts=request.num_accepted_drafts,
         )
 
 

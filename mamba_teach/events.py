@@ -101,6 +101,26 @@ class RowScheduled:
 
 
 @dataclass(frozen=True)
+class StateCopied:
+    """The state after ``num_tokens`` tokens, a block's boundary, moved from scratch to its block."""
+
+    request_id: str
+    group: int
+    src: int
+    dst: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class DraftsVerified:
+    """Of a row's drafts, the first ``num_accepted`` were right; what came behind does not count."""
+
+    request_id: str
+    num_drafts: int
+    num_accepted: int
+
+
+@dataclass(frozen=True)
 class BlocksFreed:
     """A request gave back columns that no later step of its own will read."""
 
@@ -148,8 +168,8 @@ class RequestFinished:
 
 Event = (
     EngineStarted | RequestAdded | StepStarted | PrefixHit | BlocksAllocated | BlockEvicted
-    | RowScheduled | StateAccess | TokenSampled | BlockPublished | BlocksFreed | RequestReleased
-    | RequestPreempted | RequestFinished | CacheReset
+    | RowScheduled | StateAccess | StateCopied | DraftsVerified | TokenSampled | BlockPublished
+    | BlocksFreed | RequestReleased | RequestPreempted | RequestFinished | CacheReset
 )  # fmt: skip
 
 
@@ -249,6 +269,14 @@ def _apply(board: Board, event: Event) -> None:
                 row.reads[group] = read
             row.writes[group] = tuple(block for block, _ in writes)
             board.contents.update(writes)
+        case StateCopied(_, _, _, dst, num_tokens):
+            board.contents[dst] = num_tokens
+        case DraftsVerified(request_id, _, num_accepted):
+            row = board.rows[request_id]
+            row.num_scheduled = 1 + num_accepted
+            for block in (block for blocks in row.writes.values() for block in blocks):
+                if board.contents.get(block, 0) > row.num_computed + row.num_scheduled:
+                    del board.contents[block]  # a state behind a wrong guess
         case TokenSampled(request_id, _):
             board.rows[request_id].num_sampled += 1
         case BlockPublished(_, group, column, block_id):

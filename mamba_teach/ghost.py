@@ -29,6 +29,7 @@ from mamba_teach.model.metadata import (
 )
 from mamba_teach.request import Request
 from mamba_teach.scheduler import ScheduledRow
+from mamba_teach.spec_decode.proposer import DraftContext, DraftRow
 
 MODULUS = 2**31 - 1  # hashes fit an int32 entry of the pool
 MULTIPLIER = 1_103_515_245
@@ -50,20 +51,27 @@ class GhostModel:
     Attributes:
         config: sizes, chosen so that a page of 4 tokens or more holds a state.
         supports_checkpoints: False makes the engine fall back to mode "align".
+        draft_accuracy: how often each of its drafts is right.
     """
 
     tokenizer = None
     device = torch.device("cpu")
 
     def __init__(
-        self, layers: str = "MM*M", *, vocab_size: int = 97, supports_checkpoints: bool = True
+        self,
+        layers: str = "MM*M",
+        *,
+        vocab_size: int = 97,
+        supports_checkpoints: bool = True,
+        draft_accuracy: float = 0.7,
     ) -> None:
         self.config = ModelConfig(
             vocab_size=vocab_size, hidden_size=1, pattern=layers, mamba_num_heads=1,
             mamba_head_dim=1, ssm_state_size=2, num_attention_heads=1, num_key_value_heads=1,
-            head_dim=4,
+            head_dim=8,
         )  # fmt: skip
         self.supports_checkpoints = supports_checkpoints
+        self.draft_accuracy = draft_accuracy
         self._rows: Sequence[ScheduledRow] = ()
         self._prefix_hashes: dict[str, tuple[Request, list[int]]] = {}
         self._known: dict[tuple[int, int], str] = {(0, 0): "nothing"}
@@ -83,18 +91,40 @@ class GhostModel:
             value = extend_hash(value, said[-1])
         return said
 
+    def propose(self, rows: Sequence[DraftRow], context: DraftContext) -> list[list[int]]:
+        """Drafts that are right with ``draft_accuracy``; the same ones for the same text."""
+        drafts = []
+        for row in rows:
+            guesses: list[int] = []
+            if row.max_drafts > 0:
+                value = self._hashes_of(row.request)[-1]
+                for token in row.new_tokens:
+                    value = extend_hash(value, token)
+                for _ in range(row.max_drafts):
+                    guess = self._next_token(value)
+                    if value * 40_503 // 257 % 1000 >= 1000 * self.draft_accuracy:
+                        guess = (guess + 1) % self.config.vocab_size
+                    guesses.append(guess)
+                    value = extend_hash(value, guess)
+            drafts.append(guesses)
+        return drafts
+
     def watch_step(self, rows: Sequence[ScheduledRow]) -> None:
         """Learn who is in the batch, and so what every state must be."""
         self._rows = rows
         for row in rows:
-            request = row.request
-            known, hashes = self._prefix_hashes.get(request.request_id, (None, []))
-            if known is not request:  # another engine's request of that name, perhaps
-                hashes = [0]
-                self._prefix_hashes[request.request_id] = request, hashes
-            for token in request.tokens(len(hashes) - 1, row.num_computed + row.num_tokens):
-                hashes.append(extend_hash(hashes[-1], token))
-                self._known.setdefault((len(hashes) - 1, hashes[-1]), request.request_id)
+            self._hashes_of(row.request)
+
+    def _hashes_of(self, request: Request) -> list[int]:
+        """Hashes of all prefixes of the request's known tokens, the empty one first."""
+        known, hashes = self._prefix_hashes.get(request.request_id, (None, []))
+        if known is not request:  # another engine's request of that name, perhaps
+            hashes = [0]
+            self._prefix_hashes[request.request_id] = request, hashes
+        for token in request.tokens(len(hashes) - 1, request.num_tokens):
+            hashes.append(extend_hash(hashes[-1], token))
+            self._known.setdefault((len(hashes) - 1, hashes[-1]), request.request_id)
+        return hashes
 
     def __call__(
         self,
@@ -145,6 +175,7 @@ class GhostModel:
                 window = self._read_window(layer, r, int(d.conv_src_slots[r]), windows, a - 1)
                 for i, token in enumerate(tokens[starts[r] : starts[r + 1]]):
                     state = (state[0] + 1, extend_hash(state[1], token))
+                    self._known.setdefault(state, f"a text that {self._who(r)} guessed")
                     window.append(token)
                     seen.append(state[1])
                     self._write(states, int(d.ssm_dst_slots[r, i]), state)
@@ -185,15 +216,18 @@ class GhostModel:
             length = row.num_computed + row.num_tokens
             pages = metadata.block_table[r, : -(-length // size)]
             found = keys[pages].flatten()[:length].tolist()
-            needed = row.request.tokens(0, row.num_computed) + tokens[len(seen) :][: row.num_tokens]
+            own = tokens[len(seen) :][: row.num_tokens]
+            needed = row.request.tokens(0, row.num_computed) + own
             if found != needed:
                 i = next(i for i in range(length) if found[i] != needed[i])
                 raise GhostError(
                     f"page {int(pages[i // size])} (layer {layer}) holds another token than "
                     f"{self._who(r)} has at position {i}"
                 )
-            _, hashes = self._prefix_hashes[row.request.request_id]
-            seen += hashes[row.num_computed + 1 : length + 1]
+            value = self._hashes_of(row.request)[row.num_computed]
+            for token in own:
+                value = extend_hash(value, token)
+                seen.append(value)
         return seen
 
     # States -------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 The engine's whole knowledge of a request's progress is three numbers: how many tokens are *known*
 (prompt and sampled so far), how many are *computed* (folded into its states and keys), and how many
 were in the prompt. Whether a step is a prefill or a decode follows from them, and from nothing else.
+Drafts are guesses at tokens to come, and count as none of these.
 """
 
 from __future__ import annotations
@@ -57,11 +58,15 @@ class Request:
     Attributes:
         arrival: number of the request, counting from 0; the engine's order of precedence.
         seed: of its random numbers.
+        max_computed_tokens: tokens it may ever have computed; the last one is sampled only.
         cache_salt: requests with different salts never share a block.
         block_hashes: chained hashes of the full blocks of known tokens, filled by the cache.
+        draft_token_ids: guesses to be checked in the next step.
         num_computed_tokens: tokens in the states and keys; 0 again after a preemption.
+        num_hit_tokens: tokens it started behind when it was last admitted.
         num_cached_tokens: prompt tokens that a prefix hit spared, at the first admission.
         num_prefills: times the request was admitted; more than 1 after preemptions.
+        num_drafted_tokens, num_accepted_drafts: guesses that were checked, and that were right.
         finish_reason: "stop" (end token), "length" (max_tokens or max_model_len) or "abort".
     """
 
@@ -70,13 +75,18 @@ class Request:
     params: SamplingParams
     arrival: int = 0
     seed: int = 0
+    max_computed_tokens: int = 2**31 - 1
     cache_salt: str | None = None
     block_hashes: list[bytes] = field(default_factory=list)
     output_token_ids: list[int] = field(default_factory=list)
+    draft_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
+    num_hit_tokens: int = 0
     num_cached_tokens: int = 0
     num_prefills: int = 0
     num_preemptions: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_drafts: int = 0
     status: Status = Status.WAITING
     finish_reason: str | None = None
 
@@ -114,6 +124,7 @@ class RequestOutput:
         finish_reason: None while the request runs.
         num_cached_tokens: prompt tokens that a prefix hit spared.
         num_preemptions: times it lost its memory and was computed again.
+        num_drafted_tokens, num_accepted_drafts: guesses that were checked, and that were right.
     """
 
     request_id: str
@@ -123,3 +134,5 @@ class RequestOutput:
     finish_reason: str | None
     num_cached_tokens: int
     num_preemptions: int
+    num_drafted_tokens: int = 0
+    num_accepted_drafts: int = 0

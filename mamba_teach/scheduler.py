@@ -1,9 +1,9 @@
 """The scheduler: who computes how many tokens in the next step.
 
-Each step has a budget of tokens. Decoding requests come first, one token each, so that nobody who is
-talking has to stop for somebody's long prompt. What is left goes to prompts in order of arrival, in
-chunks. When the pool runs dry, the request that arrived last gives its blocks back and starts again
-later (*preemption by recompute*): the oldest always moves on, so all of them end.
+Each step has a budget of tokens. Decoding requests come first, one token and its drafts each, so that
+nobody who is talking has to stop for somebody's long prompt. What is left goes to prompts in order of
+arrival, in chunks. When the pool runs dry, the request that arrived last gives its blocks back and
+starts again later (*preemption by recompute*): the oldest always moves on, so all of them end.
 
 No torch in here: the scheduler knows numbers of tokens and block ids, and could schedule anything.
 """
@@ -11,7 +11,7 @@ No torch in here: the scheduler knows numbers of tokens and block ids, and could
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mamba_teach import events
@@ -25,8 +25,9 @@ class ScheduledRow:
     """One request's part of a step: tokens ``num_computed .. num_computed + num_tokens - 1``.
 
     Attributes:
-        is_decode: whether the row computes its last sampled token, and nothing else.
-        samples: whether all known tokens are computed after it, so that a new one is sampled.
+        is_decode: whether the row computes its last sampled token and drafts, and nothing else.
+        samples: whether all known tokens are computed after it, so that new ones are sampled.
+        draft_token_ids: guesses among ``num_tokens``, behind the last sampled token.
     """
 
     request: Request
@@ -34,6 +35,22 @@ class ScheduledRow:
     num_tokens: int
     is_decode: bool
     samples: bool
+    draft_token_ids: tuple[int, ...] = ()
+
+    @property
+    def num_drafts(self) -> int:
+        return len(self.draft_token_ids)
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens up to the end of the step, whether or not they will count."""
+        return self.num_computed + self.num_tokens
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The row's input."""
+        known = self.request.tokens(self.num_computed, self.seq_len - self.num_drafts)
+        return [*known, *self.draft_token_ids]
 
     @property
     def kind(self) -> str:
@@ -119,17 +136,37 @@ class Scheduler:
         for row in rows:
             rid, n, kind = row.request.request_id, row.num_computed, row.kind
             self._emit(events.RowScheduled(rid, kind, n, row.num_tokens))
-            self.cache.announce(row.request, n, n + row.num_tokens)
         return Schedule(tuple(rows), self.cache.drain_updates())
 
-    def commit(self, row: ScheduledRow, sampled: int | None, finish_reason: str | None) -> None:
-        """Record that a row was computed, the token it sampled if any, and whether it is done."""
-        request = row.request
-        request.num_computed_tokens += row.num_tokens
-        self.cache.commit(request, row.num_computed, request.num_computed_tokens)
-        if sampled is not None:
-            request.output_token_ids.append(sampled)
-            self._emit(events.TokenSampled(request.request_id, sampled))
+    def commit(
+        self,
+        row: ScheduledRow,
+        sampled: Sequence[int],
+        drafts: Sequence[int] = (),
+        finish_reason: str | None = None,
+    ) -> None:
+        """Record that a row was computed.
+
+        Args:
+            sampled: its new tokens: drafts that were right and the one behind them; none if it has
+                more known tokens to compute.
+            drafts: guesses to check in its next step.
+            finish_reason: if it is done.
+        """
+        request, n = row.request, row.num_computed
+        # Of a row with drafts only the tokens that turned out right count.
+        n_after = n + len(sampled) if row.num_drafts else row.seq_len
+        request.num_computed_tokens = n_after
+        request.draft_token_ids = list(drafts)
+        if row.num_drafts:
+            request.num_drafted_tokens += row.num_drafts
+            request.num_accepted_drafts += len(sampled) - 1
+            verified = events.DraftsVerified(request.request_id, row.num_drafts, len(sampled) - 1)
+            self._emit(verified)
+        for token in sampled:
+            request.output_token_ids.append(token)
+            self._emit(events.TokenSampled(request.request_id, token))
+        self.cache.commit(request, n, n_after, row.seq_len, row.num_drafts)
         if finish_reason is not None:
             self.finish(request, finish_reason)
 
@@ -149,6 +186,7 @@ class Scheduler:
         self.waiting.appendleft(request)
         request.status = Status.WAITING
         request.num_computed_tokens = 0
+        request.draft_token_ids = []
         request.num_preemptions += 1
         self.cache.release(request.request_id)
         self._emit(events.RequestPreempted(request.request_id))
@@ -162,7 +200,7 @@ class Scheduler:
 
     def _tokens_for(self, request: Request, n: int, budget: int) -> int:
         """How many tokens the request would compute next, from position ``n`` on."""
-        end = min(n + budget, request.num_tokens)
+        end = min(n + budget, request.num_tokens + len(request.draft_token_ids))
         if not self.align_chunks:
             return end - n
         # The longest prefix anybody can hit ends before the last token; no chunk runs over that
@@ -181,7 +219,7 @@ class Scheduler:
         self.running.append(request)
         self.running.sort(key=lambda r: r.arrival)  # a resumed request keeps its old rank
         request.status = Status.RUNNING
-        request.num_computed_tokens = hit
+        request.num_computed_tokens = request.num_hit_tokens = hit
         if request.num_prefills == 0:
             request.num_cached_tokens = hit
         request.num_prefills += 1
@@ -191,7 +229,8 @@ class Scheduler:
 
         Returns False if it had to go itself. Rows of preempted requests leave ``rows``.
         """
-        while not self.cache.allocate(request, request.num_computed_tokens, seq_len):
+        n, num_drafts = request.num_computed_tokens, len(request.draft_token_ids)
+        while not self.cache.allocate(request, n, seq_len, num_drafts):
             victim = self.running[-1]
             self.preempt(victim)
             rows[:] = [row for row in rows if row.request is not victim]
@@ -201,10 +240,13 @@ class Scheduler:
 
     @staticmethod
     def _row(request: Request, num_tokens: int) -> ScheduledRow:
+        drafts = tuple(request.draft_token_ids)
+        computed = request.num_computed_tokens
         return ScheduledRow(
             request=request,
-            num_computed=request.num_computed_tokens,
+            num_computed=computed,
             num_tokens=num_tokens,
             is_decode=request.is_decode,
-            samples=request.num_computed_tokens + num_tokens == request.num_tokens,
+            samples=computed + num_tokens == request.num_tokens + len(drafts),
+            draft_token_ids=drafts,
         )

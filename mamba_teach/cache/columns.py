@@ -2,7 +2,8 @@
 
 ``n`` tokens are computed before a step, ``seq_len`` after it, ``B`` is the block size. Column ``c``
 covers tokens ``c * B .. (c + 1) * B - 1``; a state after ``n`` tokens lives in the column of its last
-token. These functions take plain integers or integer tensors alike.
+token. A step that checks drafts writes one state per token, to the column of its last token and to
+the *scratch* columns behind it, in order. These functions take plain integers or integer tensors alike.
 """
 
 from __future__ import annotations

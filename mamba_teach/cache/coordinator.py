@@ -14,7 +14,7 @@ from mamba_teach import events
 from mamba_teach.cache.block_hash import first_parent, hash_block
 from mamba_teach.cache.block_pool import NULL_BLOCK_ID, BlockPool
 from mamba_teach.cache.groups import CacheGroup
-from mamba_teach.cache.managers import MambaManager, make_manager
+from mamba_teach.cache.managers import make_manager
 from mamba_teach.request import Request
 
 
@@ -41,6 +41,7 @@ class CacheCoordinator:
         pool: owners and published blocks.
         managers: one per group.
         caches_prefixes: whether blocks are published and looked up.
+        num_lookahead_tokens: tokens behind a step for which a drafter with keys needs blocks.
     """
 
     def __init__(
@@ -49,11 +50,13 @@ class CacheCoordinator:
         num_blocks: int,
         caches_prefixes: bool,
         emit: Callable[[events.Event], None],
+        num_lookahead_tokens: int = 0,
     ) -> None:
         self.groups = groups
         self.pool = BlockPool(num_blocks)
         self.managers = [make_manager(i, g.spec, self.pool) for i, g in enumerate(groups)]
         self.caches_prefixes = caches_prefixes
+        self.num_lookahead_tokens = num_lookahead_tokens
         self._emit = emit
         self._updates = TableUpdates()
 
@@ -106,7 +109,7 @@ class CacheCoordinator:
         touched = [block for blocks in hits for block in blocks if block != NULL_BLOCK_ID]
         # A hit block that waits in the free list is no longer free once it is touched.
         waiting = sum(self.pool.num_owners(block) == 0 for block in touched)
-        missing = self._missing(request, hit, hit + num_tokens)
+        missing = self._missing(request, hit, hit + num_tokens, 0)
         needed = sum(
             manager.prefill_need(hit, request.num_tokens, budget, len(columns))
             for manager, columns in zip(self.managers, missing, strict=True)
@@ -126,18 +129,26 @@ class CacheCoordinator:
         self._allocate(request, missing)
         return True
 
-    def allocate(self, request: Request, n: int, seq_len: int) -> bool:
-        """Blocks for tokens ``n .. seq_len - 1``; False, and no change, if the pool has too few."""
-        missing = self._missing(request, n, seq_len)
+    def allocate(self, request: Request, n: int, seq_len: int, num_drafts: int = 0) -> bool:
+        """Blocks for tokens ``n .. seq_len - 1``, the last ``num_drafts`` of which are drafts.
+
+        Returns False, and changes nothing, if the pool has too few.
+        """
+        missing = self._missing(request, n, seq_len, num_drafts)
         if sum(map(len, missing)) > self.pool.num_free:
             return False
         self._allocate(request, missing)
         return True
 
-    def _missing(self, request: Request, n: int, seq_len: int) -> list[list[int]]:
+    def _missing(
+        self, request: Request, n: int, seq_len: int, num_drafts: int
+    ) -> list[list[int]]:
         """Columns that tokens ``n .. seq_len - 1`` need and the request does not have, by group."""
+        # A drafter writes keys of the tokens that it guesses, behind those of this step.
+        ahead = request.num_tokens + num_drafts + self.num_lookahead_tokens
+        known = max(request.num_tokens, min(ahead, request.max_computed_tokens))
         return [
-            manager.missing_columns(request.request_id, n, seq_len, request.num_tokens)
+            manager.missing_columns(request.request_id, n, seq_len, num_drafts, known)
             for manager in self.managers
         ]
 
@@ -158,14 +169,23 @@ class CacheCoordinator:
                 events.BlocksAllocated(rid, manager.group, tuple(columns), tuple(blocks))
             )
 
-    def commit(self, request: Request, n: int, seq_len: int) -> None:
-        """Tokens ``n .. seq_len - 1`` are computed: publish full blocks, give back those behind."""
+    def commit(self, request: Request, n: int, n_after: int, seq_len: int, num_drafts: int) -> None:
+        """Publish full blocks and give back those behind.
+
+        Args:
+            request: whose known tokens include all that were computed.
+            n: tokens computed before the step.
+            n_after: tokens computed now; those up to here count.
+            seq_len: end of the step, drafts that were not kept included.
+            num_drafts: of the step.
+        """
         rid = request.request_id
         for manager in self.managers:
             if self.caches_prefixes:
-                for column, block in manager.publish(rid, self._hashes(request), n, seq_len):
+                hashes = self._hashes(request)
+                for column, block in manager.publish(rid, hashes, n, n_after, num_drafts):
                     self._emit(events.BlockPublished(rid, manager.group, column, block))
-            if behind := manager.blocks_behind(rid, seq_len):
+            if behind := manager.blocks_behind(rid, n_after, seq_len):
                 columns = [column for column, _ in behind]
                 blocks = [block for _, block in behind]
                 manager.drop_columns(rid, columns)
@@ -173,15 +193,6 @@ class CacheCoordinator:
                 self._give_back(blocks)
                 self._emit(
                     events.BlocksFreed(rid, manager.group, tuple(columns), tuple(blocks))
-                )
-
-    def announce(self, request: Request, n: int, seq_len: int) -> None:
-        """Tell the log which states a step reads and writes."""
-        for manager in self.managers:
-            if isinstance(manager, MambaManager):
-                read, writes = manager.accesses(request.request_id, n, seq_len)
-                self._emit(
-                    events.StateAccess(request.request_id, manager.group, read, tuple(writes))
                 )
 
     def release(self, request_id: str) -> None:

@@ -13,7 +13,6 @@ from mamba_teach.cache.block_pool import NULL_BLOCK_ID, BlockKey, BlockPool
 from mamba_teach.cache.columns import (
     boundaries,
     first_scheduled_column,
-    last_computed_column,
     last_scheduled_column,
 )
 from mamba_teach.cache.specs import AttentionSpec, LayerSpec, MambaSpec, cdiv
@@ -42,11 +41,15 @@ class GroupManager:
         """The table of a hit of ``num_blocks`` blocks; the null block where none is needed."""
         raise NotImplementedError
 
-    def missing_columns(self, request_id: str, n: int, seq_len: int, known: int) -> list[int]:
+    def missing_columns(
+        self, request_id: str, n: int, seq_len: int, num_drafts: int, known: int
+    ) -> list[int]:
         """Columns that must get a block before tokens ``n .. seq_len - 1`` can be computed.
 
         Args:
-            known: tokens the request has, computed or not.
+            num_drafts: how many of these tokens are drafts.
+            known: tokens to have keys for: those the request has, computed or not, its drafts, and
+                those it may draft next.
         """
         raise NotImplementedError
 
@@ -70,16 +73,19 @@ class GroupManager:
             table[column] = block
 
     def publish(
-        self, request_id: str, hashes: HashList, n: int, seq_len: int
+        self, request_id: str, hashes: HashList, n: int, n_after: int, num_drafts: int
     ) -> list[tuple[int, int]]:
-        """Publish the blocks completed by tokens ``n .. seq_len - 1``; they must have been written.
+        """Publish the blocks completed by tokens ``n .. n_after - 1``; they must have been written.
+
+        Args:
+            num_drafts: of the step, kept or not.
 
         Returns:
             *(column, block)* of those that were not known before.
         """
         published = []
         table = self.tables[request_id]
-        for end in self.written_boundaries(n, seq_len):
+        for end in self.written_boundaries(n, n_after, num_drafts):
             column = end // self.spec.block_size - 1
             block = table[column]
             if block == NULL_BLOCK_ID or self.pool.key_of(block) is not None:
@@ -88,12 +94,17 @@ class GroupManager:
                 published.append((column, block))
         return published
 
-    def written_boundaries(self, n: int, seq_len: int) -> range:
-        """Positions at which a step ``n .. seq_len - 1`` completes a block and keeps it."""
-        return boundaries(n, seq_len, self.spec.block_size)
+    def written_boundaries(self, n: int, n_after: int, num_drafts: int) -> range:
+        """Positions at which tokens ``n .. n_after - 1`` of a step complete a block that is kept."""
+        return boundaries(n, n_after, self.spec.block_size)
 
-    def blocks_behind(self, request_id: str, seq_len: int) -> list[tuple[int, int]]:
-        """*(column, block)* of what the request will not need after ``seq_len`` tokens."""
+    def blocks_behind(self, request_id: str, n_after: int, seq_len: int) -> list[tuple[int, int]]:
+        """*(column, block)* of what the request will not need again.
+
+        Args:
+            n_after: tokens that are computed now.
+            seq_len: tokens up to the end of the step, drafts that were not kept included.
+        """
         return []
 
     def drop_columns(self, request_id: str, columns: Sequence[int]) -> None:
@@ -126,7 +137,9 @@ class AttentionManager(GroupManager):
         assert None not in found, "a hit was shortened by nobody"
         return [block for block in found if block is not None]
 
-    def missing_columns(self, request_id: str, n: int, seq_len: int, known: int) -> list[int]:
+    def missing_columns(
+        self, request_id: str, n: int, seq_len: int, num_drafts: int, known: int
+    ) -> list[int]:
         # Blocks for all known tokens, not for this chunk alone: a prompt that is let in bit by bit
         # is thrown out half-way.
         held = len(self.tables.get(request_id, []))
@@ -155,27 +168,36 @@ class MambaManager(GroupManager):
         assert block is not None, "a hit was shortened by nobody"
         return [NULL_BLOCK_ID] * (num_blocks - 1) + [block]
 
-    def missing_columns(self, request_id: str, n: int, seq_len: int, known: int) -> list[int]:
+    def missing_columns(
+        self, request_id: str, n: int, seq_len: int, num_drafts: int, known: int
+    ) -> list[int]:
         last = last_scheduled_column(seq_len, self.spec.block_size)
-        keeps_all = self.spec.mamba_cache_mode == "all"
-        first = first_scheduled_column(n, self.spec.block_size) if keeps_all else last
+        # A chunk ends in one column, or passes through all of them in mode "all". A step with drafts
+        # may complete any block that it touches, and keeps a state per draft behind the last one.
+        touches = num_drafts > 0 or self.spec.mamba_cache_mode == "all"
+        first = first_scheduled_column(n, self.spec.block_size) if touches else last
         table = self.tables.get(request_id, [])
-        return [c for c in range(first, last + 1) if c >= len(table) or table[c] == NULL_BLOCK_ID]
+        needed = range(first, last + 1 + num_drafts)
+        return [c for c in needed if c >= len(table) or table[c] == NULL_BLOCK_ID]
 
     def prefill_need(self, hit: int, known: int, budget: int, missing: int) -> int:
         # A later chunk holds the running state it reads and the columns it writes.
-        size = self.spec.block_size
+        size, k = self.spec.block_size, self.spec.num_speculative_blocks
         written = cdiv(budget, size) if self.spec.mamba_cache_mode == "all" else 1
-        return max(missing, min(1 + written, cdiv(known, size) - hit // size))
+        return max(missing, min(1 + written, cdiv(known, size) - hit // size)) + k
 
-    def written_boundaries(self, n: int, seq_len: int) -> range:
-        if self.spec.mamba_cache_mode == "all":
-            return boundaries(n, seq_len, self.spec.block_size)
-        # Only the end of the step is kept, and it completes a block only if it lies on the grid.
-        return range(seq_len, seq_len + 1 if seq_len % self.spec.block_size == 0 else seq_len)
+    def written_boundaries(self, n: int, n_after: int, num_drafts: int) -> range:
+        size = self.spec.block_size
+        if self.spec.mamba_cache_mode == "all" or num_drafts:
+            return boundaries(n, n_after, size)
+        # Only the end of a chunk is kept, and it completes a block only if it lies on the grid.
+        return range(n_after, n_after + 1 if n_after % size == 0 else n_after)
 
-    def blocks_behind(self, request_id: str, seq_len: int) -> list[tuple[int, int]]:
-        keep_from = last_scheduled_column(seq_len, self.spec.block_size)
+    def blocks_behind(self, request_id: str, n_after: int, seq_len: int) -> list[tuple[int, int]]:
+        # The next step reads at this step's last column or behind it, and may complete the block of
+        # its own first token, which lies before that column when drafts were not kept.
+        size = self.spec.block_size
+        keep_from = min(last_scheduled_column(seq_len, size), first_scheduled_column(n_after, size))
         first = self._first_held.get(request_id, 0)
         self._first_held[request_id] = max(first, keep_from)
         table = self.tables[request_id]
@@ -185,21 +207,6 @@ class MambaManager(GroupManager):
     def release(self, request_id: str) -> list[int]:
         self._first_held.pop(request_id, None)
         return super().release(request_id)
-
-    def accesses(
-        self, request_id: str, n: int, seq_len: int
-    ) -> tuple[int | None, list[tuple[int, int]]]:
-        """What the step ``n .. seq_len - 1`` does to states.
-
-        Returns:
-            The block it reads (None if it starts from zero), and *(block, tokens in the state)* of
-            what it writes.
-        """
-        table, size = self.tables[request_id], self.spec.block_size
-        read = table[last_computed_column(n, size)] if n else None
-        ends = [*self.written_boundaries(n, seq_len), seq_len]
-        written = {table[last_computed_column(end, size)]: end for end in ends}
-        return read, list(written.items())
 
 
 def make_manager(group: int, spec: LayerSpec, pool: BlockPool) -> GroupManager:

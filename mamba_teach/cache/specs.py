@@ -8,6 +8,9 @@ sum of *all* tokens up to some position. How many such positions are kept at onc
 * ``align``: two at most, the running state and the one before it while a step moves on.
 * ``all``: one per ``block_size`` tokens, as long as nobody gives them back.
 
+Speculation adds to each: a step that checks ``k`` drafts writes ``1 + k`` states, one after each
+token, because nobody knows yet which of them will count.
+
 Both kinds of page have the same number of bytes, so that one pool can hand the same block ids to both.
 
 Everything that must know how many blocks a request may take (the width of the block tables, the
@@ -106,23 +109,29 @@ class MambaSpec(LayerSpec):
 
     def max_blocks_for(self, num_tokens: int) -> int:
         states = cdiv(num_tokens, self.block_size)
-        kept = {"none": 1, "align": min(2, states), "all": states}[self.mamba_cache_mode]
+        # What a step reads, and every boundary that its 1 + k tokens can pass.
+        passed = cdiv(1 + self.num_speculative_blocks, self.block_size)
+        kept = {"none": 1, "align": min(1 + passed, states), "all": states}[self.mamba_cache_mode]
         return kept + self.num_speculative_blocks
 
 
 def make_layer_specs(
-    model: ModelConfig, engine: EngineConfig, mamba_cache_mode: str
+    model: ModelConfig, engine: EngineConfig, mamba_cache_mode: str, *, mtp_drafts: bool = False
 ) -> dict[int, LayerSpec]:
-    """One spec per layer that keeps anything, by layer index.
+    """One spec per layer that keeps anything, by layer index; the MTP head's behind the trunk's.
+
+    Args:
+        mtp_drafts: whether the MTP head guesses; if not, its layers keep nothing.
 
     Raises:
         ValueError: ``block_size`` is given and its attention page cannot hold a Mamba state.
     """
-    # The MTP head drafts only when speculation is configured; without it, its layers keep nothing.
-    mamba_layers = [i for i, kind in enumerate(model.pattern) if kind == "M"]
-    attention_layers = [i for i, kind in enumerate(model.pattern) if kind == "*"]
+    pattern = model.pattern + (model.mtp_pattern if mtp_drafts else "")
+    mamba_layers = [i for i, kind in enumerate(pattern) if kind == "M"]
+    attention_layers = [i for i, kind in enumerate(pattern) if kind == "*"]
+    k = engine.num_speculative_tokens
     state = (
-        TensorSpec((model.conv_kernel - 1, model.conv_dim), engine.dtype),
+        TensorSpec((model.conv_kernel - 1 + k, model.conv_dim), engine.dtype),
         TensorSpec(
             (model.mamba_num_heads, model.mamba_head_dim, model.ssm_state_size),
             engine.ssm_state_dtype,
@@ -142,7 +151,7 @@ def make_layer_specs(
         )
     state_block = engine.max_model_len if mamba_cache_mode == "none" else block_size
     specs: dict[int, LayerSpec] = {
-        i: MambaSpec(state_block, state, page, mamba_cache_mode) for i in mamba_layers
+        i: MambaSpec(state_block, state, page, mamba_cache_mode, k) for i in mamba_layers
     }
     specs |= {i: AttentionSpec(block_size, (keys, keys), page) for i in attention_layers}
     return specs

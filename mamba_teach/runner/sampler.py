@@ -14,19 +14,26 @@ import torch
 from mamba_teach.request import Request, SamplingParams
 
 
-def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
-    """One token per row.
+def sample(
+    logits: torch.Tensor, requests: Sequence[Request], lengths: Sequence[int]
+) -> list[list[int]]:
+    """Tokens for every row.
 
     Args:
-        logits: ``(S, vocab)`` fp32.
-        requests: the ``S`` requests they belong to.
+        logits: ``(sum(lengths), vocab)`` fp32, packed.
+        requests: the rows' requests.
+        lengths: logits of each row, behind its last known token and each of its drafts.
     """
     tokens = logits.argmax(-1).tolist()
-    for i, request in enumerate(requests):
+    chosen, start = [], 0
+    for request, length in zip(requests, lengths, strict=True):
         if request.params.temperature > 0:
-            draw = uniform_draw(request.seed, len(request.output_token_ids))
-            tokens[i] = sample_one(logits[i], request.params, draw)
-    return tokens
+            for i in range(length):
+                draw = uniform_draw(request.seed, len(request.output_token_ids) + i)
+                tokens[start + i] = sample_one(logits[start + i], request.params, draw)
+        chosen.append(tokens[start : start + length])
+        start += length
+    return chosen
 
 
 def sample_one(logits: torch.Tensor, params: SamplingParams, draw: float) -> int:

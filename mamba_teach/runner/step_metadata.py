@@ -1,8 +1,8 @@
-"""A step's metadata: what every group's layers are told, made once per step.
+"""A step's inputs: tokens, and what every group's layers are told, made once per step.
 
-All index arithmetic of a step happens here, on the host, on a few small tensors: which slots a Mamba
-row reads and writes, which pages an attention row sees, where chunks begin. The layers get slots and
-never ask what they mean.
+All index arithmetic of a step happens here and in the two files for the two kinds of groups, on the
+host, on a few small tensors: which slots a Mamba row reads and writes, which pages an attention row
+sees, where chunks begin. The layers get slots and never ask what they mean.
 """
 
 from __future__ import annotations
@@ -11,18 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
-from mamba_kernels import build_chunk_layout
-from mamba_teach.cache.columns import last_computed_column, last_scheduled_column
 from mamba_teach.cache.groups import CacheGroup
-from mamba_teach.cache.specs import MambaSpec
-from mamba_teach.model.metadata import (
-    AttentionMetadata,
-    LayerMetadata,
-    MambaDecode,
-    MambaMetadata,
-    MambaPrefill,
-)
+from mamba_teach.config import EngineConfig
+from mamba_teach.events import StateAccess
+from mamba_teach.model.metadata import LayerMetadata
+from mamba_teach.runner.attention_metadata import attention_metadata
 from mamba_teach.runner.block_table import BlockTables
+from mamba_teach.runner.mamba_metadata import MambaMetadataBuilder
+from mamba_teach.runner.state_index import StateIndex
+from mamba_teach.runner.step_rows import StepRows
 from mamba_teach.scheduler import Schedule
 
 
@@ -32,163 +29,94 @@ class StepInputs:
 
     Attributes:
         token_ids: ``(T,)`` int64 packed tokens, decode rows first.
-        sample_positions: ``(S,)`` int64, packed positions whose logits are wanted.
+        sample_positions: ``(S,)`` int64, packed positions whose logits are wanted: the last known
+            token of a row that samples, and all of its drafts.
         metadata: one per layer.
+        accesses: which states the step reads and writes, for the log.
     """
 
     token_ids: torch.Tensor
     sample_positions: torch.Tensor
     metadata: list[LayerMetadata]
-
-
-@dataclass(frozen=True)
-class StepRows:
-    """The step's rows as host tensors; ``R`` rows, the first ``num_decodes`` decode."""
-
-    num_decodes: int
-    num_computed: torch.Tensor  # (R,) int64
-    query_start_loc: torch.Tensor  # (R + 1,) int64
-    table_rows: torch.Tensor  # (R,) int64
-
-    @property
-    def num_decode_tokens(self) -> int:
-        return int(self.query_start_loc[self.num_decodes])
+    accesses: list[StateAccess]
 
 
 class StepMetadataBuilder:
-    """Builds :class:`StepInputs` from a schedule and the block tables."""
+    """Builds :class:`StepInputs` from a schedule and the block tables.
+
+    Attributes:
+        mamba: Mamba group -> its builder, with the group's persistent buffers.
+    """
 
     def __init__(
         self,
         groups: tuple[CacheGroup, ...],
         num_layers: int,
+        config: EngineConfig,
         chunk_size: int,
         device: torch.device,
     ) -> None:
         self.groups = groups
         self.num_layers = num_layers
-        self.chunk_size = chunk_size
         self.device = device
+        self.mamba = {
+            i: MambaMetadataBuilder(i, group, config, chunk_size, device)
+            for i, group in enumerate(groups)
+            if group.spec.kind == "mamba"
+        }
 
-    def build(self, schedule: Schedule, tables: BlockTables) -> StepInputs:
+    def build(
+        self, schedule: Schedule, tables: BlockTables, state_index: StateIndex
+    ) -> StepInputs:
         """Inputs of a non-empty schedule whose blocks are already in the tables."""
-        lengths = torch.tensor([0, *(row.num_tokens for row in schedule.rows)])
-        rows = StepRows(
-            num_decodes=sum(row.is_decode for row in schedule.rows),
-            num_computed=torch.tensor([row.num_computed for row in schedule.rows]),
-            query_start_loc=lengths.cumsum(0),
-            table_rows=tables.rows([row.request.request_id for row in schedule.rows]),
-        )
-        token_ids = [
-            token
-            for row in schedule.rows
-            for token in row.request.tokens(row.num_computed, row.num_computed + row.num_tokens)
+        rows = StepRows.of(schedule, tables, state_index)
+        metadata = self._attention(rows, tables)
+        accesses: list[StateAccess] = []
+        for i, builder in self.mamba.items():
+            of_group, of_rows = builder.build(tables.tables[i], rows)
+            accesses += of_rows
+            for layer in self.groups[i].layers:
+                metadata[layer] = of_group
+        ends = rows.query_start_loc[1:].tolist()
+        wanted = [
+            position
+            for row, end in zip(schedule.rows, ends, strict=True)
+            if row.samples
+            for position in range(end - 1 - row.num_drafts, end)
         ]
-        samples = torch.tensor([row.samples for row in schedule.rows])
+        token_ids = [token for row in schedule.rows for token in row.token_ids]
+        return StepInputs(
+            token_ids=torch.tensor(token_ids).to(self.device, non_blocking=True),
+            sample_positions=torch.tensor(wanted, dtype=torch.int64).to(self.device),
+            metadata=metadata,
+            accesses=accesses,
+        )
+
+    def attention_for(
+        self, request_ids: list[str], starts: list[int], lengths: list[int], tables: BlockTables
+    ) -> list[LayerMetadata]:
+        """Attention metadata by layer for other rows than the step's: a drafter's.
+
+        Args:
+            request_ids: one per row.
+            starts: position of each row's first token.
+            lengths: tokens of each row.
+            tables: the block tables; they have blocks for all of these tokens.
+        """
+        rows = StepRows(
+            request_ids=request_ids,
+            num_decodes=0,
+            num_computed=torch.tensor(starts),
+            query_start_loc=torch.tensor([0, *lengths]).cumsum(0),
+            table_rows=tables.rows(request_ids),
+        )
+        return self._attention(rows, tables)
+
+    def _attention(self, rows: StepRows, tables: BlockTables) -> list[LayerMetadata]:
         metadata: list[LayerMetadata] = [None] * self.num_layers
         for group, table in zip(self.groups, tables.tables, strict=True):
-            build = self._mamba if group.spec.kind == "mamba" else self._attention
-            of_group = build(group, table, rows)
-            for layer in group.layers:
-                metadata[layer] = of_group
-        return StepInputs(
-            token_ids=self._send(torch.tensor(token_ids)),
-            sample_positions=self._send(rows.query_start_loc[1:][samples] - 1),
-            metadata=metadata,
-        )
-
-    def _mamba(self, group: CacheGroup, table: torch.Tensor, rows: StepRows) -> MambaMetadata:
-        """Columns to slots: a row reads the state of its last computed token, writes that of its last
-        scheduled one, and in mode "all" one at every block boundary in between."""
-        spec = group.spec
-        assert isinstance(spec, MambaSpec)
-        n = rows.num_computed
-        seq_lens = n + rows.query_start_loc.diff()
-        src = table[rows.table_rows, last_computed_column(n, spec.block_size).clamp(min=0)]
-        dst = table[rows.table_rows, last_scheduled_column(seq_lens, spec.block_size)]
-        decodes = rows.num_decodes
-        decode = prefill = None
-        if decodes:
-            decode_src, decode_dst = self._send(src[:decodes]), self._send(dst[:decodes])
-            decode = MambaDecode(
-                query_start_loc=self._send(rows.query_start_loc[: decodes + 1].int()),
-                conv_src_slots=decode_src,
-                conv_dst_slots=decode_dst,
-                ssm_src_slots=decode_src[:, None],
-                ssm_dst_slots=decode_dst[:, None],
-            )
-        if decodes < len(src):
-            starts = (rows.query_start_loc[decodes:] - rows.num_decode_tokens).int()
-            computed = n[decodes:].int()
-            checkpoints = None
-            if spec.mamba_cache_mode == "all":
-                checkpoints = block_checkpoints(
-                    n[decodes:],
-                    seq_lens[decodes:],
-                    table,
-                    rows.table_rows[decodes:],
-                    spec.block_size,
-                )
-            prefill = MambaPrefill(
-                query_start_loc=self._send(starts),
-                num_computed_tokens=self._send(computed),
-                src_slots=self._send(src[decodes:]),
-                dst_slots=self._send(dst[decodes:]),
-                has_initial_state=self._send(computed > 0),
-                layout=build_chunk_layout(starts, computed, self.chunk_size, checkpoints).to(
-                    self.device, non_blocking=True
-                ),
-                checkpoints=None if checkpoints is None else self._send(checkpoints),
-            )
-        return MambaMetadata(rows.num_decode_tokens, decode, prefill)
-
-    def _attention(
-        self, group: CacheGroup, table: torch.Tensor, rows: StepRows
-    ) -> AttentionMetadata:
-        block_size = group.spec.block_size
-        lengths = rows.query_start_loc.diff()
-        seq_lens = rows.num_computed + lengths
-        # Position of every packed token in its request, and from it its page and place.
-        row = torch.repeat_interleave(lengths)  # (T,): 0 0 0 1 2 2 ...
-        packed = torch.arange(row.numel())
-        position = packed - rows.query_start_loc[row] + rows.num_computed[row]
-        page = table[rows.table_rows[row], position // block_size].long()
-        columns = group.spec.columns_for(int(seq_lens.max()))  # however wide the table is
-        return AttentionMetadata(
-            query_start_loc=self._send(rows.query_start_loc),
-            seq_lens=self._send(seq_lens),
-            block_table=self._send(table[rows.table_rows, :columns].long()),
-            slot_mapping=self._send(page * block_size + position % block_size),
-            max_query_len=int(lengths.max()),
-            max_seq_len=int(seq_lens.max()),
-        )
-
-    def _send(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.device, non_blocking=True)
-
-
-def block_checkpoints(
-    n: torch.Tensor,
-    seq_lens: torch.Tensor,
-    table: torch.Tensor,
-    table_rows: torch.Tensor,
-    block_size: int,
-) -> torch.Tensor:
-    """The block boundaries strictly inside each row's step.
-
-    A boundary at the very end needs none: there the row's last scheduled column *is* the block.
-
-    Args:
-        n, seq_lens: ``(P,)`` tokens before and after the step.
-        table: ``(max_num_seqs, width)`` block table.
-        table_rows: ``(P,)`` the table row of each row of the step.
-
-    Returns:
-        ``(C, 3)`` int32 rows *(sequence, end position in its query, slot)*.
-    """
-    first = n // block_size
-    counts = last_scheduled_column(seq_lens, block_size) - first  # (P,)
-    row = torch.repeat_interleave(counts)  # (C,): 0 0 2 2 2 ...
-    column = first[row] + torch.arange(row.numel()) - (counts.cumsum(0) - counts)[row]
-    end = (column + 1) * block_size - n[row]
-    return torch.stack([row, end, table[table_rows[row], column]], dim=1).int()
+            if group.spec.kind == "attention":
+                of_group = attention_metadata(group.spec, table, rows, self.device)
+                for layer in group.layers:
+                    metadata[layer] = of_group
+        return metadata

@@ -16,12 +16,14 @@ from mamba_teach.events import (
     BlocksFreed,
     Board,
     CacheReset,
+    DraftsVerified,
     Event,
     RequestAdded,
     RequestFinished,
     RequestPreempted,
     RequestReleased,
     RowScheduled,
+    StateCopied,
     StepStarted,
     TokenSampled,
     reduce,
@@ -30,8 +32,8 @@ from mamba_teach.viz.cells import NULL, view
 
 # What can follow once all rows of a step are planned: its commits, and what happens between steps.
 AFTER_PLANNING = (
-    TokenSampled, BlockPublished, BlocksFreed, RequestReleased, RequestPreempted, RequestFinished,
-    RequestAdded, CacheReset, StepStarted,
+    StateCopied, DraftsVerified, TokenSampled, BlockPublished, BlocksFreed, RequestReleased,
+    RequestPreempted, RequestFinished, RequestAdded, CacheReset, StepStarted,
 )  # fmt: skip
 
 

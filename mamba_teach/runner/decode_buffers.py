@@ -1,0 +1,66 @@
+"""What one Mamba group is told about a step's decode rows, in memory that stays.
+
+One set per group: two groups that fill one buffer after the other leave both with the second one's
+slots (vLLM issue 34865).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mamba_teach.cache.block_pool import NULL_BLOCK_ID
+from mamba_teach.model.metadata import MambaDecode
+from mamba_teach.runner.persistent_buffer import PersistentBuffer
+
+
+class DecodeBuffers:
+    """Persistent buffers of one group, as long as there can be requests in a step.
+
+    Attributes:
+        query_start_loc: ``(max_num_seqs + 1,)``; rows of padding have no tokens.
+        conv_src_slots, conv_dst_slots: ``(max_num_seqs,)``, padded with the null slot.
+        ssm_src_slots, ssm_dst_slots: ``(max_num_seqs, 1 + k)``, likewise.
+        num_accepted_tokens: ``(max_num_seqs,)``, padded with 1; None without speculation.
+    """
+
+    def __init__(self, group: str, max_num_seqs: int, k: int, device: torch.device) -> None:
+        def buffer(name: str, *shape: int, padding: int = NULL_BLOCK_ID) -> PersistentBuffer:
+            return PersistentBuffer(f"{name} ({group})", *shape, padding=padding, device=device)
+
+        self.query_start_loc = buffer("query_start_loc", max_num_seqs + 1)
+        self.conv_src_slots = buffer("conv_src_slots", max_num_seqs)
+        self.conv_dst_slots = buffer("conv_dst_slots", max_num_seqs)
+        self.ssm_src_slots = buffer("ssm_src_slots", max_num_seqs, 1 + k)
+        self.ssm_dst_slots = buffer("ssm_dst_slots", max_num_seqs, 1 + k)
+        self.num_accepted_tokens = (
+            buffer("num_accepted_tokens", max_num_seqs, padding=1) if k else None
+        )
+
+    def refill(
+        self,
+        query_start_loc: torch.Tensor,
+        src_slots: torch.Tensor,
+        dst_slots: torch.Tensor,
+        num_accepted_tokens: torch.Tensor | None,
+    ) -> MambaDecode:
+        """Bring the buffers up to date for ``D`` decode rows.
+
+        Args:
+            query_start_loc: ``(D + 1,)``.
+            src_slots, dst_slots: ``(D, 1 + k)``; the first column is where the windows are.
+            num_accepted_tokens: ``(D,)``, or None without speculation.
+
+        Returns:
+            Views of the buffers.
+        """
+        counts = None
+        if self.num_accepted_tokens is not None and num_accepted_tokens is not None:
+            counts = self.num_accepted_tokens.refill(num_accepted_tokens)
+        return MambaDecode(
+            query_start_loc=self.query_start_loc.refill(query_start_loc),
+            conv_src_slots=self.conv_src_slots.refill(src_slots[:, 0]),
+            conv_dst_slots=self.conv_dst_slots.refill(dst_slots[:, 0]),
+            ssm_src_slots=self.ssm_src_slots.refill(src_slots),
+            ssm_dst_slots=self.ssm_dst_slots.refill(dst_slots),
+            num_accepted_tokens=counts,
+        )

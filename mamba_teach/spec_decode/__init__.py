@@ -1,0 +1,1 @@
+"""Speculative decoding: guess tokens cheaply, check them all in one step of the model."""
