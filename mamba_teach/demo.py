@@ -30,6 +30,7 @@ from mamba_teach.viz.board_text import render_board
 from mamba_teach.wordmath.evaluate import Evaluation, evaluate
 
 NUM_ANSWERS_SHOWN = 3
+NUM_DRAFTS = 3
 
 
 def run_demo(num_problems: int = 32, as_json: bool = False, board_file: Path | None = None) -> None:
@@ -38,7 +39,7 @@ def run_demo(num_problems: int = 32, as_json: bool = False, board_file: Path | N
     Args:
         board_file: also write a page there that plays the block tables of the run.
     """
-    engine = Engine(load_model("wordmath"), EngineConfig())
+    engine = Engine(load_model("wordmath"), EngineConfig(num_speculative_tokens=NUM_DRAFTS))
     if not as_json:
         print("mamba_teach serves a hybrid Mamba2 model:", ", ".join(mode_line(engine)))
         print(engine.summary(), end="\n\n")
@@ -84,9 +85,18 @@ def report(engine: Engine, evaluation: Evaluation) -> dict[str, object]:
         "steps": engine.num_steps,
         "cached_tokens": sum(o.num_cached_tokens for o in outputs),
         "prompt_tokens": sum(len(o.prompt_token_ids) for o in outputs),
+        "drafted_tokens": sum(o.num_drafted_tokens for o in outputs),
+        "accepted_drafts": sum(o.num_accepted_drafts for o in outputs),
         "accepted_per_step": round(tokens_per_decode_row(engine.events), 3),
+        "hit_rate": round(hit_rate(evaluation), 4),
         **report_modes(engine),
     }
+
+
+def hit_rate(evaluation: Evaluation) -> float:
+    """Part of the prompt tokens that came from the prefix cache."""
+    cached = sum(o.num_cached_tokens for o in evaluation.outputs)
+    return cached / sum(len(o.prompt_token_ids) for o in evaluation.outputs)
 
 
 def tokens_per_decode_row(log: Sequence[Event]) -> float:
@@ -128,7 +138,13 @@ def print_report(engine: Engine, evaluation: Evaluation) -> None:
     print(
         f"\n{facts['problems']} problems, accuracy {evaluation.accuracy:.1%}; "
         f"{facts['prompt_tokens']} prompt tokens ({facts['cached_tokens']} of them from the prefix "
-        f"cache) and {facts['generated_tokens']} generated in {facts['steps']} steps."
+        f"cache: a hit rate of {hit_rate(evaluation):.0%})\nand {facts['generated_tokens']} generated "
+        f"in {facts['steps']} steps."
+    )
+    print(
+        f"The model's own MTP head guesses {engine.config.num_speculative_tokens} tokens ahead: "
+        f"{facts['accepted_drafts']} of {facts['drafted_tokens']} guesses were right, which makes\n"
+        f"{facts['accepted_per_step']} tokens per request and step instead of 1."
     )
     end = busiest_mixed_step(engine.events)
     finished = sum(isinstance(event, RequestFinished) for event in engine.events[:end])
@@ -137,7 +153,8 @@ def print_report(engine: Engine, evaluation: Evaluation) -> None:
     print(render_board(board))
     shared = sum(len(owners) > 1 for owners in board.owners.values())
     print(
-        f"\nOf a Mamba layer a request holds its running state, however long it is; of attention "
-        f"it holds all of\nits tokens, in blocks of {board.block_size}. {shared} blocks have more "
-        f"than one owner: the worked examples that all prompts begin with."
+        f"\nOf a Mamba layer a request holds its running state, however long it is, and while it "
+        f"guesses, one more state\nper guess; of attention it holds all of its tokens, in blocks of "
+        f"{board.block_size}. {shared} blocks have more than one owner:\nthe worked examples that all "
+        f"prompts begin with."
     )

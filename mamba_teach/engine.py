@@ -191,7 +191,12 @@ class Engine:
     def summary(self) -> EngineSummary:
         """What was asked for, what it became, and why. Prints as a table."""
         return EngineSummary.of(
-            self.model.config, self.config, self.cache_mode, self.cache, self.device.type
+            self.model.config,
+            self.config,
+            self.cache_mode,
+            self.cache,
+            self.device.type,
+            None if self.runner.proposer is None else self.runner.proposer.name,
         )
 
     def reset_prefix_cache(self) -> None:

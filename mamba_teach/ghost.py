@@ -54,6 +54,7 @@ class GhostModel:
         draft_accuracy: how often each of its drafts is right.
     """
 
+    name = "by the ghost itself"
     tokenizer = None
     device = torch.device("cpu")
 

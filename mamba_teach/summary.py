@@ -29,8 +29,9 @@ class EngineSummary:
         mode: CacheMode,
         cache: CacheCoordinator,
         device: str,
+        drafter: str | None,
     ) -> EngineSummary:
-        """Summarise an engine."""
+        """Summarise an engine; ``drafter`` says who guesses."""
         groups, pool = cache.groups, cache.pool
         by_kind = {group.spec.kind: group.spec for group in groups}
         attention, mamba = by_kind.get("attention"), by_kind.get("mamba")
@@ -39,17 +40,19 @@ class EngineSummary:
             ("dtype", engine.dtype, f"SSM states are {engine.ssm_state_dtype}"),
             ("layers", model.pattern, f"{len(groups)} groups: {', '.join(g.name for g in groups)}"),
             ("cache mode", mode.effective, f"asked for {mode.requested!r}; {mode.reason}"),
+            ("drafts per step", f"{engine.num_speculative_tokens}", drafter or "no speculation"),
         ]
         if attention:
             why = "as given" if engine.block_size else "a page must hold a Mamba state"
             lines.append(("block size", f"{attention.block_size} tokens", why))
         if mamba:
             padding = mamba.page_size_bytes - mamba.content_bytes
-            kept = mamba.max_blocks_for(engine.max_model_len)
+            kept, k = mamba.max_blocks_for(engine.max_model_len), engine.num_speculative_tokens
+            scratch = f", {k} of them for drafts" if k else ""
             lines += [
                 ("state", f"{mamba.content_bytes} bytes", f"per layer; {padding} bytes of padding"),
                 ("state block", f"{mamba.block_size} tokens", STATE_BLOCKS[mode.effective]),
-                ("states per request", f"{kept}", "at most, in each Mamba group"),
+                ("states per request", f"{kept}", f"at most, in each Mamba group{scratch}"),
             ]
         page, positions = groups[0].spec.page_size_bytes, max(len(g.layers) for g in groups)
         longest = cache.max_blocks_for(engine.max_model_len)

@@ -28,6 +28,8 @@ UNKNOWN_HIDDEN = -1  # index of the zero row
 class MTPProposer:
     """Drafts with ``model.mtp``; greedy."""
 
+    name = "by the model's own MTP head"
+
     def __init__(self, model: Any) -> None:
         self.model = model
         trunk, head = len(model.config.pattern), len(model.config.mtp_pattern)

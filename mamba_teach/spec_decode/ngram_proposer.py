@@ -15,6 +15,8 @@ from mamba_teach.spec_decode.proposer import DraftContext, DraftRow
 class NgramProposer:
     """Looks up the longest of the last ``max_ngram`` to ``min_ngram`` tokens."""
 
+    name = "by n-grams: what followed the last time"
+
     def __init__(self, max_ngram: int = 4, min_ngram: int = 2) -> None:
         if not 1 <= min_ngram <= max_ngram:
             raise ValueError(f"min_ngram={min_ngram}, max_ngram={max_ngram}: need 1 <= min <= max")

@@ -69,7 +69,13 @@ class DraftContext:
 
 
 class Proposer(Protocol):
-    """Anything that guesses."""
+    """Anything that guesses.
+
+    Attributes:
+        name: for people, in the engine's summary.
+    """
+
+    name: str
 
     def propose(self, rows: Sequence[DraftRow], context: DraftContext) -> list[list[int]]:
         """Up to ``row.max_drafts`` tokens per row, in the order of ``rows``."""

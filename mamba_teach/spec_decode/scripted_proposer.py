@@ -17,6 +17,8 @@ class ScriptedProposer:
             welcome; what it returns beyond that is cut off.
     """
 
+    name = "by a script"
+
     def __init__(self, script: Script) -> None:
         self.script = script
 

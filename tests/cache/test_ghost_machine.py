@@ -2,13 +2,16 @@
 
 A Hypothesis state machine drives an engine over the ghost model: arrivals with shared, nested and
 unrelated prefixes, steps under small budgets, aborts, forced preemption, cache resets, pools so small
-that blocks are evicted all the time. The ghost checks every read of a state, a window or a key; the
-machine checks the books after every step, and every published block against the prefix it stands for.
+that blocks are evicted all the time, and drafts: none or up to 5, from three kinds of proposers, right
+and wrong, in blocks that hold fewer tokens than a step checks. The ghost checks every read of a state,
+a window or a key; the machine checks the books after every step, how many blocks are held, and every
+published block against the prefix it stands for.
 """
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from itertools import product
 
 import pytest
@@ -17,15 +20,16 @@ from engine.test_batching import assert_consistent
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.ghost_checks import PublishedStates, assert_few_blocks, drafts_with, watch_blocks
 
 from mamba_teach import Engine, EngineConfig, GhostModel, SamplingParams, reduce
-from mamba_teach.cache.block_hash import first_parent, hash_block
 from mamba_teach.events import BlockPublished, PrefixHit, RowScheduled
-from mamba_teach.ghost import GhostError, extend_hash
+from mamba_teach.ghost import GhostError
+from mamba_teach.spec_decode.scripted_proposer import ScriptedProposer
 
 LONGEST = 96
-EXAMPLES = 5000 if settings.get_current_profile_name() == "long" else 240
-steps_run = 0
+EXAMPLES = 5000 if settings.get_current_profile_name() == "long" else 480
+happened: Counter[str] = Counter()  # steps, and events by kind, of all machines
 
 
 class GhostMachine(RuleBasedStateMachine):
@@ -33,28 +37,47 @@ class GhostMachine(RuleBasedStateMachine):
 
     @initialize(
         mode=st.sampled_from(["none", "align", "all"]),
-        block_size=st.sampled_from([4, 5, 8, 16]),
+        block_size=st.sampled_from([1, 2, 3, 4, 5, 8, 16]),
         layers=st.sampled_from(["MM*M", "M*", "MMM", "**", "MM*MM*M-"]),
         budget=st.integers(4, 60),
         seqs=st.integers(1, 4),
         spare=st.integers(0, 20),
+        k=st.sampled_from([0, 1, 2, 3, 5]),
+        drafter=st.sampled_from([0.0, 0.3, 0.7, 1.0, "script", "ngram"]),
     )
     def start(
-        self, mode: str, block_size: int, layers: str, budget: int, seqs: int, spare: int
-    ) -> None:
-        self.model = GhostModel(layers)
+        self, mode: str, block_size: int, layers: str, budget: int, seqs: int, spare: int, k: int,
+        drafter: float | str,
+    ) -> None:  # fmt: skip
+        if "*" in layers:  # a page of 2 keys cannot hold the ghost's state and a wide window
+            block_size = max(block_size, 3)
+        # n-grams are found, and are right now and then, where there are few different tokens.
+        self.vocab = 3 if drafter == "ngram" else 97
+        accuracy = drafter if isinstance(drafter, float) else 0.0
+        self.model = GhostModel(layers, vocab_size=self.vocab, draft_accuracy=accuracy)
         config = dict(
-            mamba_cache_mode=mode, block_size=block_size, max_num_batched_tokens=max(budget, seqs),
-            max_num_seqs=seqs, max_model_len=LONGEST, poison=True, device="cpu",
+            mamba_cache_mode=mode, block_size=block_size, max_num_seqs=seqs, max_model_len=LONGEST,
+            max_num_batched_tokens=max(budget, seqs * (1 + k)), num_speculative_tokens=k,
+            speculative_method="ngram" if drafter == "ngram" else None, poison=True, device="cpu",
         )  # fmt: skip
         probe = Engine(self.model, EngineConfig(**config))  # type: ignore[arg-type]
         most = probe.cache.max_blocks_for(LONGEST)
         self.engine = Engine(
-            self.model, EngineConfig(num_blocks=1 + most + spare, **config)  # type: ignore[arg-type]
+            self.model,
+            EngineConfig(num_blocks=1 + most + spare, **config),  # type: ignore[arg-type]
+            proposer=ScriptedProposer(self.uneven_drafts) if k and drafter == "script" else None,
         )
+        watch_blocks(self.engine)
+        self.prompts: dict[str, list[int]] = {}
         self.expected: dict[str, list[int]] = {}
-        self.seen_events = 0
-        self.names: dict[bytes, list[int]] = {}  # block hash -> the prefix it stands for
+        self.published = PublishedStates(self.engine)
+
+    def uneven_drafts(self, request_id: str, tokens: list[int], max_drafts: int) -> list[int]:
+        """None to ``max_drafts``, none to all of them right; the same ones for the same text."""
+        coming = self.expected[request_id][len(tokens) - len(self.prompts[request_id]) :]
+        choice = random.Random(f"{request_id}, {len(tokens)}")
+        count = choice.randint(0, max_drafts)
+        return drafts_with(coming, count, choice.randint(0, count), self.vocab)
 
     @rule(
         family=st.integers(0, 2), own=st.sampled_from([0, 0, 1, 2, 5, 12, 20]),
@@ -62,33 +85,30 @@ class GhostMachine(RuleBasedStateMachine):
         output=st.integers(1, 16), salt=st.sampled_from([None, None, None, "s"]),
     )  # fmt: skip
     def arrive(self, family: int, shared: int, own: int, output: int, salt: str | None) -> None:
-        common = random.Random(family).choices(range(97), k=60)[:shared]
-        prompt = common + random.Random(len(self.expected)).choices(range(97), k=own)
+        common = random.Random(family).choices(range(self.vocab), k=60)[:shared]
+        prompt = common + random.Random(len(self.expected)).choices(range(self.vocab), k=own)
         request_id = self.engine.add_request(
             prompt, SamplingParams(max_tokens=output), cache_salt=salt
         )
-        said = self.model.continuation(prompt, output)
-        self.expected[request_id] = said
-        parent = first_parent(salt)
-        size, text = self.engine.cache.block_size, prompt + said
-        for start in range(0, len(text) - size + 1, size):
-            parent = hash_block(parent, text[start : start + size])
-            self.names[parent] = text[: start + size]
+        self.prompts[request_id] = prompt
+        self.expected[request_id] = said = self.model.continuation(prompt, output)
+        self.published.learn(prompt + said, salt)
 
     @rule(count=st.integers(1, 25))
     def step(self, count: int) -> None:
-        global steps_run
         for _ in range(count):
             had_work, start = self.engine.has_unfinished_requests(), len(self.engine.events)
-            steps_run += had_work
             outputs = self.engine.step()
-            scheduled = [e for e in self.engine.events[start:] if isinstance(e, RowScheduled)]
-            assert bool(scheduled) == had_work, "a step with work to do did none"
+            kinds = Counter(type(event).__name__ for event in self.engine.events[start:])
+            assert ("RowScheduled" in kinds) == had_work, "a step with work to do did none"
+            happened["steps"] += had_work
+            happened.update(kinds)
             for output in outputs:
                 expected = self.expected[output.request_id][: len(output.token_ids)]
                 assert list(output.token_ids) == expected
             assert_consistent(self.engine)
-            self.check_published()
+            assert_few_blocks(self.engine)
+            self.published.check()
 
     @rule(which=st.integers(0, 3))
     def abort(self, which: int) -> None:
@@ -110,24 +130,6 @@ class GhostMachine(RuleBasedStateMachine):
         if hasattr(self, "engine"):
             assert_consistent(self.engine)
 
-    def check_published(self) -> None:
-        """Every published Mamba block holds exactly the state at its boundary, window included."""
-        pool = self.engine.cache.pool
-        for block in range(1, pool.num_blocks):
-            key = pool.key_of(block)
-            if key is None or self.engine.cache.groups[key.group].spec.kind != "mamba":
-                continue
-            prefix = self.names[key.block_hash]
-            value = 0
-            for token in prefix:
-                value = extend_hash(value, token)
-            window = ([-1, -1, -1] + prefix)[-3:]
-            for layer in self.engine.cache.groups[key.group].layers:
-                cache = self.engine.runner.caches[layer]
-                state = cache.ssm[block, 0, 0].view(torch.int32).tolist()
-                assert state == [len(prefix), value], f"block {block} is filed under another state"
-                assert cache.conv[block, :3, 0].view(torch.int32).tolist() == window
-
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
@@ -147,9 +149,11 @@ TestGhostMachine = GhostMachine.TestCase
 
 def test_the_machine_ran_long_enough() -> None:
     # Runs after the machine, in the same process.
-    if steps_run == 0:
+    if not happened:
         pytest.skip("the state machine did not run in this process")
-    assert steps_run >= 10_000
+    assert happened["steps"] >= 10_000
+    for kind in ("PrefixHit", "BlockEvicted", "RequestPreempted", "DraftsVerified", "StateCopied"):
+        assert happened[kind] >= 100, happened
 
 
 # The ghost itself ---------------------------------------------------------------------------

@@ -5,8 +5,11 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+from model.stepper import Stepper
+from model.test_recurrence import Reference
 
-from mamba_teach import HybridModel, ModelConfig
+from mamba_teach import Engine, EngineConfig, HybridModel, ModelConfig, SamplingParams
+from mamba_teach.events import RowScheduled, StateAccess, StateCopied
 from mamba_teach.model.hybrid import initialize
 from mamba_teach.model.metadata import uncached_step
 
@@ -24,9 +27,12 @@ def toy_config(pattern: str = "M*M-", **changes: object) -> ModelConfig:
 
 
 @cache
-def toy_model(pattern: str = "M*M-", seed: int = 0) -> HybridModel:
-    """Random weights with a spread of logits that makes near-ties rare."""
-    model = HybridModel(toy_config(pattern))
+def toy_model(pattern: str = "M*M-", seed: int = 0, **changes: object) -> HybridModel:
+    """Random weights with a spread of logits that makes near-ties rare.
+
+    With ``mtp_pattern="*-"`` it has an MTP head, and the same trunk as without.
+    """
+    model = HybridModel(toy_config(pattern, **changes))
     initialize(model, seed)
     with torch.no_grad():
         model.lm_head.weight.mul_(4.0)
@@ -57,3 +63,88 @@ def random_prompt(length: int, seed: int, vocab: int = 64) -> list[int]:
     """The same tokens for the same seed, on every machine."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(vocab, (length,), generator=generator).tolist()
+
+
+@cache
+def cold_tokens(
+    model: HybridModel, prompt: tuple[int, ...], max_tokens: int, max_model_len: int = 128
+) -> list[int]:
+    """What our engine says to one request alone: no caching, no drafts. The yardstick."""
+    config = EngineConfig(
+        enable_prefix_caching=False, max_num_seqs=1, max_model_len=max_model_len, device="cpu"
+    )
+    output = Engine(model, config).generate([prompt], SamplingParams(max_tokens=max_tokens))[0]
+    return list(output.token_ids)
+
+
+def assert_says_what_cold_says(
+    model: HybridModel, prompt: list[int], tokens: list[int], max_model_len: int = 128
+) -> None:
+    """Greedy tokens equal those of a request alone; an order that only rounding decides is free."""
+    expected = cold_tokens(model, tuple(prompt), len(tokens), max_model_len)
+    if tokens != expected:
+        assert len(tokens) == len(expected)
+        gap = greedy_gap(model, prompt, tokens)
+        assert gap <= NEAR_TIE, f"{tokens} instead of {expected}, by a gap of {gap}"
+
+
+def served_states(
+    engine: Engine, request_id: str, num_tokens: int
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """A request's window ``(W - 1, conv_dim)`` and state after ``num_tokens``, by Mamba layer.
+
+    Found through the log alone: wherever its last step wrote, or copied, just that state.
+    """
+    found = {}
+    for group, of_group in enumerate(engine.cache.groups):
+        if of_group.spec.kind != "mamba":
+            continue
+        access, copied_to = None, set()
+        for event in engine.events:
+            if isinstance(event, RowScheduled) and event.request_id == request_id:
+                kind, copied_to = event.kind, set()
+            elif getattr(event, "group", None) != group or event.request_id != request_id:
+                continue
+            elif isinstance(event, StateAccess):
+                access = event
+            elif isinstance(event, StateCopied):
+                copied_to.add(event.dst)
+        assert access is not None, f"{request_id} has run no step"
+        slot, offset = next((s, i) for i, (s, n) in enumerate(access.writes) if n == num_tokens)
+        if kind == "prefill":
+            window, offset = slot, 0
+        else:  # one window per step, where the step began to write
+            window = access.writes[0][0]
+        if window in copied_to:
+            slot, offset = window, 0  # the boundary state was brought home to that very column
+        for layer in of_group.layers:
+            cache = engine.runner.caches[layer]
+            width = engine.model.config.conv_kernel - 1
+            found[layer] = cache.conv[window, offset : offset + width], cache.ssm[slot]
+    return found
+
+
+@torch.no_grad()
+def assert_states_are_exact(engine: Engine, request_id: str, tokens: list[int]) -> None:
+    """Windows and states after ``tokens`` equal those of a model that nobody serves.
+
+    All layers against one pass from scratch with hand-made caches, and the first, whose inputs are
+    known without running the model, against the float64 recurrence.
+    """
+    model = engine.model
+    stepper = Stepper(model, max_len=len(tokens))
+    stepper.run(tokens, [len(tokens)])
+    for layer, (window, state) in served_states(engine, request_id, len(tokens)).items():
+        expected = stepper.caches[layer]
+        torch.testing.assert_close(window, expected.conv[1], rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(state, expected.ssm[1], rtol=1e-4, atol=2e-5)
+        if layer == 0:
+            mixer = model.model.layers[0].mixer
+            weights = {k: v.double().numpy() for k, v in mixer.state_dict().items()}
+            reference = Reference(model.config, weights)
+            inputs = model.model.layers[0].norm(model.model.embeddings(torch.tensor(tokens)))
+            for u in inputs.double().numpy():
+                reference.step(u)
+            for ours, theirs in ((window, reference.window), (state, reference.h)):
+                exact = torch.tensor(theirs)
+                torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=2e-5)
