@@ -147,6 +147,11 @@ class EngineConfig:
             in the same step. 0 generates one token at a time.
         speculative_method: who guesses: "mtp" (the model's own head), "ngram" (what followed the
             last time), or None for the head where the model has one.
+        graphs: how decode steps are launched: "off" (one operation after the other), "cuda" (captured
+            once and replayed), "record" (likewise, by a recorder that runs anywhere), or "auto" for
+            "cuda" where there is one and else "record".
+        graph_capture_sizes: numbers of requests to capture a graph for. None derives them from
+            ``max_num_seqs``.
         poison: fill blocks with NaN when their content stops meaning anything, so that whoever
             reads one shows it. For tests and for the curious.
     """
@@ -163,6 +168,8 @@ class EngineConfig:
     ssm_state_dtype: str = "float32"
     num_speculative_tokens: int = 0
     speculative_method: str | None = None
+    graphs: str = "off"
+    graph_capture_sizes: tuple[int, ...] | None = None
     poison: bool = False
 
     def __post_init__(self) -> None:
@@ -179,6 +186,14 @@ class EngineConfig:
             raise ValueError(
                 f"speculative_method={self.speculative_method!r}: must be 'mtp', 'ngram' or None"
             )
+        if self.graphs not in ("off", "record", "cuda", "auto"):
+            raise ValueError(f"graphs={self.graphs!r}: must be 'off', 'record', 'cuda' or 'auto'")
+        for size in self.graph_capture_sizes or ():
+            if not 1 <= size <= self.max_num_seqs:
+                raise ValueError(
+                    f"graph_capture_sizes holds {size}: sizes are numbers of requests, from 1 to "
+                    f"max_num_seqs={self.max_num_seqs}"
+                )
         needed = self.max_num_seqs * (1 + self.num_speculative_tokens)
         if self.max_num_batched_tokens < needed:
             drafts = ""

@@ -20,6 +20,7 @@ from mamba_teach.events import (
     Event,
     RequestFinished,
     RowScheduled,
+    StepDispatched,
     StepStarted,
     TokenSampled,
     reduce,
@@ -39,7 +40,7 @@ def run_demo(num_problems: int = 32, as_json: bool = False, board_file: Path | N
     Args:
         board_file: also write a page there that plays the block tables of the run.
     """
-    engine = Engine(load_model("wordmath"), EngineConfig(num_speculative_tokens=NUM_DRAFTS))
+    engine = Engine(load_model("wordmath"), EngineConfig(num_speculative_tokens=NUM_DRAFTS, graphs="auto"))
     if not as_json:
         print("mamba_teach serves a hybrid Mamba2 model:", ", ".join(mode_line(engine)))
         print(engine.summary(), end="\n\n")
@@ -69,7 +70,7 @@ def mode_line(engine: Engine) -> list[str]:
 def report_modes(engine: Engine) -> dict[str, str]:
     return {
         "cache_mode": engine.cache_mode.effective,
-        "graphs": "off",
+        "graphs": engine.runner.graph_summary().kind,
         "device": engine.device.type,
         "backend": choose_backend(torch.empty(0, device=engine.device)),
     }
@@ -88,6 +89,9 @@ def report(engine: Engine, evaluation: Evaluation) -> dict[str, object]:
         "drafted_tokens": sum(o.num_drafted_tokens for o in outputs),
         "accepted_drafts": sum(o.num_accepted_drafts for o in outputs),
         "accepted_per_step": round(tokens_per_decode_row(engine.events), 3),
+        "graph_steps": sum(
+            isinstance(event, StepDispatched) and event.path == "graph" for event in engine.events
+        ),
         "hit_rate": round(hit_rate(evaluation), 4),
         **report_modes(engine),
     }
@@ -144,7 +148,8 @@ def print_report(engine: Engine, evaluation: Evaluation) -> None:
     print(
         f"The model's own MTP head guesses {engine.config.num_speculative_tokens} tokens ahead: "
         f"{facts['accepted_drafts']} of {facts['drafted_tokens']} guesses were right, which makes\n"
-        f"{facts['accepted_per_step']} tokens per request and step instead of 1."
+        f"{facts['accepted_per_step']} tokens per request and step instead of 1. {facts['graph_steps']} "
+        f"steps were uniform and ran as graphs."
     )
     end = busiest_mixed_step(engine.events)
     finished = sum(isinstance(event, RequestFinished) for event in engine.events[:end])

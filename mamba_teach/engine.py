@@ -197,6 +197,7 @@ class Engine:
             self.cache,
             self.device.type,
             None if self.runner.proposer is None else self.runner.proposer.name,
+            self.runner.graph_summary(),
         )
 
     def reset_prefix_cache(self) -> None:

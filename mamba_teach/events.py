@@ -121,6 +121,15 @@ class DraftsVerified:
 
 
 @dataclass(frozen=True)
+class StepDispatched:
+    """How a step is run: ``path`` is "graph" (of ``graph_size`` requests) or "eager", and why."""
+
+    path: str
+    graph_size: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class BlocksFreed:
     """A request gave back columns that no later step of its own will read."""
 
@@ -168,8 +177,8 @@ class RequestFinished:
 
 Event = (
     EngineStarted | RequestAdded | StepStarted | PrefixHit | BlocksAllocated | BlockEvicted
-    | RowScheduled | StateAccess | StateCopied | DraftsVerified | TokenSampled | BlockPublished
-    | BlocksFreed | RequestReleased | RequestPreempted | RequestFinished | CacheReset
+    | RowScheduled | StepDispatched | StateAccess | StateCopied | DraftsVerified | TokenSampled
+    | BlockPublished | BlocksFreed | RequestReleased | RequestPreempted | RequestFinished | CacheReset
 )  # fmt: skip
 
 

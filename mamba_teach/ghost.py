@@ -14,10 +14,12 @@ take seconds: this is the model that the property tests run on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from mamba_kernels.launch import launch
 from mamba_teach.config import ModelConfig
 from mamba_teach.model.metadata import (
     AttentionCache,
@@ -43,6 +45,19 @@ class GhostError(AssertionError):
 def extend_hash(value: int, token: int) -> int:
     """Rolling hash of a prefix and one more token."""
     return (value * MULTIPLIER + token + 1) % MODULUS
+
+
+class GhostKernel:
+    """A plain function that is launched like a kernel: ``kernel[grid](*args)``."""
+
+    def __init__(self, run: Callable[..., None]) -> None:
+        def ghost_kernel(*args: Any) -> None:
+            run(*args)
+
+        self.fn = ghost_kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return self.fn
 
 
 class GhostModel:
@@ -73,6 +88,7 @@ class GhostModel:
         )  # fmt: skip
         self.supports_checkpoints = supports_checkpoints
         self.draft_accuracy = draft_accuracy
+        self._kernel = GhostKernel(self._run)
         self._rows: Sequence[ScheduledRow] = ()
         self._prefix_hashes: dict[str, tuple[Request, list[int]]] = {}
         self._known: dict[tuple[int, int], str] = {(0, 0): "nothing"}
@@ -133,27 +149,42 @@ class GhostModel:
         metadata: Sequence[LayerMetadata],
         caches: Sequence[LayerCache],
     ) -> torch.Tensor:
-        """Hashes after every token, ``(T, layers that keep something)`` int64."""
-        tokens = input_ids.tolist()
-        seen = []
-        for layer, (of_layer, cache) in enumerate(zip(metadata, caches, strict=True)):
-            if isinstance(of_layer, MambaMetadata):
-                assert isinstance(cache, MambaCache)
-                seen.append(self._mamba(layer, tokens, of_layer, cache))
-            elif isinstance(of_layer, AttentionMetadata):
-                assert isinstance(cache, AttentionCache)
-                seen.append(self._attention(layer, tokens, of_layer, cache))
-        return torch.tensor(seen).T
+        """Hashes after every token, ``(T, layers that keep something)`` int64; 0 for padding."""
+        kept = sum(of_layer is not None for of_layer in metadata)
+        hashes = torch.empty(len(input_ids), kept, dtype=torch.int64)
+        # Through the door of the kernels, so that a graph can record it like one of them.
+        launch(self._kernel, (1,), hashes, input_ids, list(metadata), list(caches))
+        return hashes
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """One-hot of the next token; layers that disagree spoil it."""
-        logits = torch.zeros(len(hidden), self.config.vocab_size)
-        for i, hashes in enumerate(hidden.tolist()):
-            logits[i, self._next_token(sum(hashes) // len(hashes))] = 1.0
-        return logits
+        token = self._next_token(hidden.sum(-1) // hidden.shape[-1])
+        return (torch.arange(self.config.vocab_size) == token[:, None]).float()
 
-    def _next_token(self, value: int) -> int:
+    def _next_token(self, value: Any) -> Any:
+        """The token after a prefix of this hash: of an int, or of a tensor of ints."""
         return value * 2_654_435_761 // 65_536 % self.config.vocab_size
+
+    def _run(
+        self,
+        hashes: torch.Tensor,
+        input_ids: torch.Tensor,
+        metadata: Sequence[LayerMetadata],
+        caches: Sequence[LayerCache],
+    ) -> None:
+        tokens = input_ids.tolist()
+        column = 0
+        for layer, (of_layer, cache) in enumerate(zip(metadata, caches, strict=True)):
+            if isinstance(of_layer, MambaMetadata):
+                assert isinstance(cache, MambaCache)
+                seen = self._mamba(layer, tokens, of_layer, cache)
+            elif isinstance(of_layer, AttentionMetadata):
+                assert isinstance(cache, AttentionCache)
+                seen = self._attention(layer, tokens, of_layer, cache)
+            else:
+                continue
+            hashes[:, column] = torch.tensor(seen + [0] * (len(tokens) - len(seen)))
+            column += 1
 
     # Layers -------------------------------------------------------------------------------------
 
@@ -171,6 +202,8 @@ class GhostModel:
             if d.num_accepted_tokens is not None:
                 accepted = d.num_accepted_tokens.tolist()
             for r in range(first_prefill):
+                if starts[r] == starts[r + 1]:
+                    continue  # padding
                 a = accepted[r]
                 state = self._read_state(layer, r, int(d.ssm_src_slots[r, a - 1]), states)
                 window = self._read_window(layer, r, int(d.conv_src_slots[r]), windows, a - 1)
@@ -211,9 +244,13 @@ class GhostModel:
         keys = cache.key[:, :, 0, 0].view(torch.int32)  # (pages, block size)
         size = keys.shape[1]
         where = metadata.slot_mapping
-        keys[where // size, where % size] = torch.tensor(tokens, dtype=torch.int32)
+        owned = where >= size  # page 0 is the null page
+        keys[(where // size)[owned], (where % size)[owned]] = torch.tensor(
+            tokens, dtype=torch.int32
+        )[owned]
         seen: list[int] = []
-        for r, row in enumerate(self._rows):
+        for r in metadata.query_start_loc.diff().nonzero()[:, 0].tolist():  # the others are padding
+            row = self._rows[r]
             length = row.num_computed + row.num_tokens
             pages = metadata.block_table[r, : -(-length // size)]
             found = keys[pages].flatten()[:length].tolist()

@@ -16,6 +16,28 @@ STATE_BLOCKS = {
 
 
 @dataclass(frozen=True)
+class GraphSummary:
+    """How decode steps are launched.
+
+    Attributes:
+        kind: "off", "record" or "cuda".
+        sizes: numbers of requests that graphs were captured for.
+        launches: operations and kernels that the recorder saw in one step; 0 where nobody counted.
+    """
+
+    kind: str
+    sizes: tuple[int, ...] = ()
+    launches: int = 0
+
+    @property
+    def why(self) -> str:
+        if not self.sizes:
+            return "every operation is launched by Python"
+        counted = f"; {self.launches} launches become 1" if self.launches else ""
+        return f"decode steps of up to {', '.join(map(str, self.sizes))} requests{counted}"
+
+
+@dataclass(frozen=True)
 class EngineSummary:
     """Lines of *(setting, value, reason)*; ``str()`` and notebooks show them as a table."""
 
@@ -30,6 +52,7 @@ class EngineSummary:
         cache: CacheCoordinator,
         device: str,
         drafter: str | None,
+        graphs: GraphSummary,
     ) -> EngineSummary:
         """Summarise an engine; ``drafter`` says who guesses."""
         groups, pool = cache.groups, cache.pool
@@ -70,6 +93,7 @@ class EngineSummary:
             ("blocks per request", f"{longest}", f"at max_model_len={engine.max_model_len}"),
             ("memory per request", f"{largest / 1e6:.1f} MB", "at most"),
             ("tokens per step", f"{engine.max_num_batched_tokens}", "longer prompts go in chunks"),
+            ("graphs", graphs.kind, graphs.why),
         ]
         return cls(tuple(lines))
 

@@ -3,7 +3,7 @@
 A kernel call is three things: the kernel, a grid, its arguments. Having them pass one function buys
 
 * **recording**: a graph recorder needs to know what ran, on which tensors, in which order, and
-  interpreted kernels are invisible to torch's own hooks (:data:`observers`);
+  interpreted kernels are invisible to torch's own hooks (:func:`run_launches_with`);
 * **counting**: "three launches per layer" is a claim that a test can check
   (:func:`count_launches`);
 * **warming up**: Triton compiles a kernel anew for each *variant*: its constexpr values, the dtypes
@@ -70,6 +70,7 @@ class Variant:
 
 #: Called with each :class:`Launch` just before it runs, in order.
 observers: list[Callable[[Launch], None]] = []
+_runners: list[Callable[[Launch], None]] = [Launch.run]
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
@@ -79,7 +80,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> Non
     event = Launch(kernel.fn.__name__, tuple(grid), args, kwargs, kernel)
     for observer in observers:
         observer(event)
-    event.run()
+    _runners[-1](event)
+
+
+@contextmanager
+def run_launches_with(runner: Callable[[Launch], None]) -> Iterator[None]:
+    """``with run_launches_with(runner): ...``: each launch inside is given to ``runner``, to run."""
+    _runners.append(runner)
+    try:
+        yield
+    finally:
+        _runners.pop()
 
 
 @contextmanager

@@ -79,6 +79,10 @@ class LayerSpec:
         """Blocks that a request of ``num_tokens`` tokens holds at most, at any one time."""
         return self.columns_for(num_tokens)
 
+    def min_blocks_for_decode(self) -> int:
+        """Blocks that any request holds at least while it decodes."""
+        return 1
+
     def max_memory_usage_bytes(self, num_tokens: int) -> int:
         """Bytes of one layer's pages that such a request holds at most."""
         return self.max_blocks_for(num_tokens) * self.page_size_bytes
@@ -106,6 +110,9 @@ class MambaSpec(LayerSpec):
 
     def columns_for(self, num_tokens: int) -> int:
         return cdiv(num_tokens, self.block_size) + self.num_speculative_blocks
+
+    def min_blocks_for_decode(self) -> int:
+        return 1 + self.num_speculative_blocks
 
     def max_blocks_for(self, num_tokens: int) -> int:
         states = cdiv(num_tokens, self.block_size)

@@ -40,6 +40,7 @@ class Attention(nn.Module):
         k = self.k_proj(hidden).unflatten(-1, (self.kv_heads, self.head_dim))
         v = self.v_proj(hidden).unflatten(-1, (self.kv_heads, self.head_dim))
         starts, lengths = metadata.query_start_loc[:-1], metadata.query_start_loc.diff()
+        num_tokens, num_rows = len(hidden), len(starts)
 
         place = torch.arange(metadata.max_query_len, device=hidden.device)
         token = torch.minimum(starts[:, None] + place, metadata.query_start_loc[1:, None] - 1)
@@ -60,10 +61,15 @@ class Attention(nn.Module):
             attn_mask=visible[:, None],  # (R, 1, Lq, Lk)
             enable_gqa=True,
         )  # (R, heads, Lq, d)
-        valid = place < lengths[:, None]
-        packed = out.transpose(1, 2)[valid]  # rows are in token order: (tokens, heads, d)
-        packed = F.pad(packed.flatten(1), (0, 0, 0, hidden.shape[0] - packed.shape[0]))
-        return self.o_proj(packed)
+        # Back to packed tokens. Shapes must not depend on values, or no graph could hold this: each
+        # token looks up its row and place, and what belongs to no row becomes 0.
+        packed = torch.arange(num_tokens, device=hidden.device)
+        row = torch.searchsorted(metadata.query_start_loc[1:], packed, right=True)
+        belongs = row < num_rows
+        row = row.clamp(max=num_rows - 1)
+        at = (packed - starts[row]).clamp(min=0, max=metadata.max_query_len - 1)
+        of_token = out.transpose(1, 2)[row, at].flatten(1)  # (T, heads * d)
+        return self.o_proj(torch.where(belongs[:, None], of_token, 0))
 
 
 def _write_and_gather(
@@ -72,8 +78,9 @@ def _write_and_gather(
     """Store the step's keys and values, then read whole sequences: two ``(R, Lk, kv_heads, d)``."""
     block_size = cache.key.shape[1]
     page, offset = metadata.slot_mapping // block_size, metadata.slot_mapping % block_size
-    cache.key[page, offset] = k.to(cache.key.dtype)
-    cache.value[page, offset] = v.to(cache.value.dtype)
+    kept = (page > 0)[:, None, None]  # padding writes the null page's content back to the null page
+    for pool, new in ((cache.key, k), (cache.value, v)):
+        pool[page, offset] = torch.where(kept, new.to(pool.dtype), pool[page, offset])
     columns = -(-metadata.max_seq_len // block_size)
     pages = metadata.block_table[:, :columns]
     # Null pages, and the unwritten end of the last one, may hold anything, NaN included; a masked

@@ -42,6 +42,7 @@ class DecodeBuffers:
         src_slots: torch.Tensor,
         dst_slots: torch.Tensor,
         num_accepted_tokens: torch.Tensor | None,
+        num_padded: int | None = None,
     ) -> MambaDecode:
         """Bring the buffers up to date for ``D`` decode rows.
 
@@ -49,18 +50,22 @@ class DecodeBuffers:
             query_start_loc: ``(D + 1,)``.
             src_slots, dst_slots: ``(D, 1 + k)``; the first column is where the windows are.
             num_accepted_tokens: ``(D,)``, or None without speculation.
+            num_padded: rows to return, the ones behind ``D`` being padding; None: ``D``.
 
         Returns:
             Views of the buffers.
         """
+        rows = len(src_slots) if num_padded is None else num_padded
+        # A row of padding begins where the last row ends, and ends there.
+        starts = torch.cat([query_start_loc, query_start_loc[-1:].expand(rows - len(src_slots))])
         counts = None
         if self.num_accepted_tokens is not None and num_accepted_tokens is not None:
-            counts = self.num_accepted_tokens.refill(num_accepted_tokens)
+            counts = self.num_accepted_tokens.refill(num_accepted_tokens, rows)
         return MambaDecode(
-            query_start_loc=self.query_start_loc.refill(query_start_loc),
-            conv_src_slots=self.conv_src_slots.refill(src_slots[:, 0]),
-            conv_dst_slots=self.conv_dst_slots.refill(dst_slots[:, 0]),
-            ssm_src_slots=self.ssm_src_slots.refill(src_slots),
-            ssm_dst_slots=self.ssm_dst_slots.refill(dst_slots),
+            query_start_loc=self.query_start_loc.refill(starts),
+            conv_src_slots=self.conv_src_slots.refill(src_slots[:, 0], rows),
+            conv_dst_slots=self.conv_dst_slots.refill(dst_slots[:, 0], rows),
+            ssm_src_slots=self.ssm_src_slots.refill(src_slots, rows),
+            ssm_dst_slots=self.ssm_dst_slots.refill(dst_slots, rows),
             num_accepted_tokens=counts,
         )

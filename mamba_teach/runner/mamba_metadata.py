@@ -5,14 +5,18 @@ token and the ``k`` columns behind it, one state per token. It *reads* from wher
 the same, moved on by the tokens that were kept of it. Two sets of columns, two gathers, two tensors of
 ``1 + k`` slots each; the conv window, one per step, is found through the first of each.
 
-Done once per step and group. (vLLM does it in every layer's forward pass.)
+The gathers are done once per step and group. (vLLM does them in every layer's forward pass.) Which
+*columns* are meant is the same in every Mamba group, since they have one block size: that is planned
+once per step, and a further group only looks the columns up in its own table.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from mamba_kernels import build_chunk_layout
+from mamba_kernels import ChunkLayout, build_chunk_layout
 from mamba_teach.cache.columns import last_computed_column, last_scheduled_column
 from mamba_teach.cache.groups import CacheGroup
 from mamba_teach.cache.specs import MambaSpec
@@ -21,6 +25,26 @@ from mamba_teach.events import StateAccess
 from mamba_teach.model.metadata import MambaMetadata, MambaPrefill
 from mamba_teach.runner.decode_buffers import DecodeBuffers
 from mamba_teach.runner.step_rows import StepRows
+
+
+@dataclass(frozen=True)
+class StatePlan:
+    """What all Mamba groups share of a step: columns, and what prefill rows are cut into.
+
+    Attributes:
+        rows: of the step.
+        read_from, write_to: ``(R,)`` int64 columns.
+        checkpoints: ``(C, 3)`` int64 *(prefill row, end position in its query, column)*, or None.
+        starts, computed, layout: of the prefill rows, on the device; None without any.
+    """
+
+    rows: StepRows
+    read_from: torch.Tensor
+    write_to: torch.Tensor
+    checkpoints: torch.Tensor | None
+    starts: torch.Tensor | None
+    computed: torch.Tensor | None
+    layout: ChunkLayout | None
 
 
 class MambaMetadataBuilder:
@@ -49,19 +73,48 @@ class MambaMetadataBuilder:
         self.buffers = DecodeBuffers(group.name, config.max_num_seqs, k, device)
 
     def build(
-        self, table: torch.Tensor, rows: StepRows
+        self, table: torch.Tensor, rows: StepRows, num_padded: int | None = None
     ) -> tuple[MambaMetadata, list[StateAccess]]:
         """Metadata for a step, and what it does to the group's states, for the log.
 
         Args:
             table: ``(max_num_seqs, width)`` block table of the group.
             rows: of the step.
+            num_padded: rows to pad the decode rows to, for a graph; None pads nothing.
         """
-        seq_lens, decodes = rows.seq_lens, rows.num_decodes
-        read_from = source_column(rows, self.spec.block_size)
-        write_to = last_scheduled_column(seq_lens, self.spec.block_size)
-        src_slots = gather_slots(table, rows.table_rows, read_from, self.decode_state_offsets)
-        dst_slots = gather_slots(table, rows.table_rows, write_to, self.decode_state_offsets)
+        return self.update_block_table(self.plan(rows), table, num_padded)
+
+    def plan(self, rows: StepRows) -> StatePlan:
+        """The part of it that is the same in every Mamba group."""
+        size, decodes = self.spec.block_size, rows.num_decodes
+        checkpoints = starts = computed = layout = None
+        if decodes < len(rows.request_ids):
+            n = rows.num_computed[decodes:]
+            if self.spec.mamba_cache_mode == "all":
+                checkpoints = block_checkpoints(n, rows.seq_lens[decodes:], size)
+            starts = (rows.query_start_loc[decodes:] - rows.num_decode_tokens).int()
+            layout = build_chunk_layout(starts, n.int(), self.chunk_size, checkpoints)
+            layout = layout.to(self.device, non_blocking=True)
+            starts, computed = self._send(starts), self._send(n.int())
+        return StatePlan(
+            rows=rows,
+            read_from=source_column(rows, size),
+            write_to=last_scheduled_column(rows.seq_lens, size),
+            checkpoints=checkpoints,
+            starts=starts,
+            computed=computed,
+            layout=layout,
+        )
+
+    def update_block_table(
+        self, plan: StatePlan, table: torch.Tensor, num_padded: int | None = None
+    ) -> tuple[MambaMetadata, list[StateAccess]]:
+        """Metadata from a plan, whichever group made it: looks its columns up in this group's table
+        and puts the slots into this group's buffers."""
+        rows, decodes = plan.rows, plan.rows.num_decodes
+        offsets = self.decode_state_offsets
+        src_slots = gather_slots(table, rows.table_rows, plan.read_from, offsets)
+        dst_slots = gather_slots(table, rows.table_rows, plan.write_to, offsets)
         decode = prefill = checkpoints = None
         if decodes:
             counts = rows.num_accepted_tokens
@@ -70,26 +123,36 @@ class MambaMetadataBuilder:
                 src_slots[:decodes],
                 dst_slots[:decodes],
                 None if counts is None else counts[:decodes],
+                num_padded,
             )
-        if decodes < len(seq_lens):
-            n = rows.num_computed[decodes:]
-            if self.spec.mamba_cache_mode == "all":
-                checkpoints = block_checkpoints(
-                    n, seq_lens[decodes:], table, rows.table_rows[decodes:], self.spec.block_size
-                )
-            starts = (rows.query_start_loc[decodes:] - rows.num_decode_tokens).int()
-            layout = build_chunk_layout(starts, n.int(), self.chunk_size, checkpoints)
+        if plan.layout is not None and plan.starts is not None and plan.computed is not None:
+            if plan.checkpoints is not None:
+                row, end, column = plan.checkpoints.T
+                slot = table[rows.table_rows[decodes:][row], column]
+                checkpoints = torch.stack([row, end, slot], dim=1).int()
             prefill = MambaPrefill(
-                query_start_loc=self._send(starts),
-                num_computed_tokens=self._send(n.int()),
+                query_start_loc=plan.starts,
+                num_computed_tokens=plan.computed,
                 src_slots=self._send(src_slots[decodes:, 0].contiguous()),
                 dst_slots=self._send(dst_slots[decodes:, 0].contiguous()),
-                has_initial_state=self._send(n > 0),
-                layout=layout.to(self.device, non_blocking=True),
+                has_initial_state=plan.computed > 0,
+                layout=plan.layout,
                 checkpoints=None if checkpoints is None else self._send(checkpoints),
             )
         accesses = state_accesses(self.index, rows, src_slots, dst_slots, checkpoints)
-        return MambaMetadata(rows.num_decode_tokens, decode, prefill), accesses
+        num_decode_tokens = rows.num_decode_tokens
+        if num_padded is not None:
+            num_decode_tokens = num_padded * offsets.shape[1]  # every row as long as it can be
+        return MambaMetadata(num_decode_tokens, decode, prefill), accesses
+
+    def padding(self, num_rows: int) -> MambaMetadata:
+        """Decode metadata of rows that nobody has: null slots, no tokens, a count of 1."""
+        width = self.decode_state_offsets.shape[1]
+        none = torch.zeros(0, width, dtype=torch.int32)
+        counts = none[:, 0] if self.buffers.num_accepted_tokens is not None else None
+        start = torch.zeros(1, dtype=torch.int32)
+        decode = self.buffers.refill(start, none, none, counts, num_rows)
+        return MambaMetadata(num_rows * width, decode, None)
 
     def _send(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, non_blocking=True)
@@ -122,31 +185,23 @@ def gather_slots(
     return table[table_rows[:, None], column[:, None] + offsets]
 
 
-def block_checkpoints(
-    n: torch.Tensor,
-    seq_lens: torch.Tensor,
-    table: torch.Tensor,
-    table_rows: torch.Tensor,
-    block_size: int,
-) -> torch.Tensor:
+def block_checkpoints(n: torch.Tensor, seq_lens: torch.Tensor, block_size: int) -> torch.Tensor:
     """The block boundaries strictly inside each prefill row's step.
 
     A boundary at the very end needs none: there the row's last scheduled column *is* the block.
 
     Args:
         n, seq_lens: ``(P,)`` tokens before and after the step.
-        table: ``(max_num_seqs, width)`` block table.
-        table_rows: ``(P,)`` the table row of each row of the step.
 
     Returns:
-        ``(C, 3)`` int32 rows *(sequence, end position in its query, slot)*.
+        ``(C, 3)`` int64 rows *(row, end position in its query, column)*.
     """
     first = n // block_size
     counts = last_scheduled_column(seq_lens, block_size) - first  # (P,)
     row = torch.repeat_interleave(counts)  # (C,): 0 0 2 2 2 ...
     column = first[row] + torch.arange(row.numel()) - (counts.cumsum(0) - counts)[row]
     end = (column + 1) * block_size - n[row]
-    return torch.stack([row, end, table[table_rows[row], column]], dim=1).int()
+    return torch.stack([row, end, column], dim=1)
 
 
 def state_accesses(

@@ -9,10 +9,14 @@ from functools import partial
 import torch
 
 from mamba_kernels.backend import choose_backend
+from mamba_kernels.launch import collect_variants
 from mamba_teach import events
 from mamba_teach.cache.groups import CacheGroup
 from mamba_teach.config import EngineConfig
 from mamba_teach.runner.block_table import BlockTables
+from mamba_teach.runner.decode_graphs import DecodeGraphs, Dispatch, check_pool, default_sizes
+from mamba_teach.runner.graph_recorder import RecordedGraph
+from mamba_teach.runner.graphs import resolve_graphs
 from mamba_teach.runner.pages import allocate_pages, poison_blocks
 from mamba_teach.runner.sampler import sample
 from mamba_teach.runner.served_model import ServedModel
@@ -22,6 +26,7 @@ from mamba_teach.runner.warmup import warm_up
 from mamba_teach.scheduler import Schedule
 from mamba_teach.spec_decode.proposer import DraftContext, DraftRow, Proposer
 from mamba_teach.spec_decode.rejection import verify
+from mamba_teach.summary import GraphSummary
 
 CPU_CHUNK_SIZE = 64  # measured fastest there; on a GPU the model's own chunk size is used
 
@@ -48,6 +53,7 @@ class ModelRunner:
         tables: the block tables.
         state_index: where the last step of each request left its states.
         proposer: who drafts, or None.
+        graphs: captured decode steps, or None.
     """
 
     def __init__(
@@ -74,9 +80,28 @@ class ModelRunner:
             groups, self.caches, config.max_num_seqs, config.num_speculative_tokens, emit
         )
         self.metadata = StepMetadataBuilder(groups, num_layers, config, chunk_size, device)
+        warmed = None
         if choose_backend(torch.empty(0, device=device)) == "triton":
             k = config.num_speculative_tokens
-            warm_up(model, groups, self.caches, chunk_size, num_speculative_tokens=k)
+            with collect_variants() as warmed:
+                warm_up(model, groups, self.caches, chunk_size, num_speculative_tokens=k)
+        self.graphs: DecodeGraphs | None = None
+        if (kind := resolve_graphs(config.graphs, device)) != "off":
+            sizes = config.graph_capture_sizes or default_sizes(config.max_num_seqs)
+            check_pool(sizes, groups, num_blocks)
+            with torch.inference_mode():
+                self.graphs = DecodeGraphs(
+                    kind, sizes, model, self.caches, self.metadata, device, warmed
+                )
+
+    def graph_summary(self) -> GraphSummary:
+        """How decode steps are launched, for the engine's summary."""
+        if self.graphs is None:
+            return GraphSummary("off")
+        sizes = tuple(sorted(self.graphs.steps))
+        graph = self.graphs.steps[sizes[-1]].graph
+        launches = len(graph.nodes) if isinstance(graph, RecordedGraph) else 0
+        return GraphSummary(self.graphs.kind, sizes, launches)
 
     @torch.inference_mode()
     def execute(self, schedule: Schedule) -> list[RowResult]:
@@ -92,13 +117,19 @@ class ModelRunner:
         rows = schedule.rows
         if not rows:
             return []
-        inputs = self.metadata.build(schedule, self.tables, self.state_index)
+        dispatch = self._dispatch(schedule)
+        size = dispatch.graph_size
+        inputs = self.metadata.build(schedule, self.tables, self.state_index, size)
         for access in inputs.accesses:
             self._emit(access)
         if self.watch_step is not None:
             self.watch_step(rows)
-        hidden = self.model(inputs.token_ids, inputs.metadata, self.caches)
-        logits = self.model.compute_logits(hidden[inputs.sample_positions])
+        if self.graphs is not None and size is not None:
+            hidden, logits = self.graphs.run(size, inputs)
+            logits = logits[inputs.sample_positions]
+        else:
+            hidden = self.model(inputs.token_ids, inputs.metadata, self.caches)
+            logits = self.model.compute_logits(hidden[inputs.sample_positions])
         sampling = [row for row in rows if row.samples]
         lengths = [1 + row.num_drafts for row in sampling]
         chosen = iter(sample(logits, [row.request for row in sampling], lengths))
@@ -108,6 +139,14 @@ class ModelRunner:
         self.state_index.postprocess_mamba(rows, [len(t) for t in new_tokens], self.tables)
         drafts = self._propose(schedule, new_tokens, hidden)
         return [RowResult(t, d) for t, d in zip(new_tokens, drafts, strict=True)]
+
+    def _dispatch(self, schedule: Schedule) -> Dispatch:
+        if self.graphs is None:
+            return Dispatch(None, "there are no graphs")
+        dispatch = self.graphs.dispatch(schedule.rows)
+        path = "eager" if dispatch.graph_size is None else "graph"
+        self._emit(events.StepDispatched(path, dispatch.graph_size or 0, dispatch.reason))
+        return dispatch
 
     def _propose(
         self, schedule: Schedule, new_tokens: Sequence[list[int]], hidden: torch.Tensor
