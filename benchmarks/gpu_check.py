@@ -1,18 +1,20 @@
 """``make gpu-check``: are the kernels right on a real GPU, and how near are they to its memory?
 
     python benchmarks/gpu_check.py                     everything; at most 8 minutes on one GPU
-    python benchmarks/gpu_check.py --only timings      one part (kernels, engine, timings)
+    python benchmarks/gpu_check.py --only timings      one part (kernels, engine, graphs, timings)
     python benchmarks/gpu_check.py --interpret-smoke   a few cases on the CPU, interpreted: shows
                                                        that the harness itself works
 
 1. **kernels**: every kernel, compiled, in fp32 and bf16, against a float64 recurrence
    (:mod:`gpu_cases`, :mod:`gpu_case_list`).
 2. **engine**: greedy tokens on the GPU against the CPU's, in every cache mode (:mod:`gpu_engine`).
-3. **timings**: each kernel at the sizes of Nemotron-H (:mod:`gpu_workload_list`, :mod:`gpu_timing`).
+3. **graphs**: decode steps captured as CUDA graphs and by the recorder against eager ones, and the
+   time of a step either way (:mod:`gpu_graphs`).
+4. **timings**: each kernel at the sizes of Nemotron-H (:mod:`gpu_workload_list`, :mod:`gpu_timing`).
 
-Compiling is most of the work of parts 1 and 2, so they run as several processes at once; a process
+Compiling is most of the work of parts 1 to 3, so they run as several processes at once; a process
 each also means that a kernel that reads wild addresses, which ends all CUDA work of its process, or
-one that never returns, costs its own cases and no others. Part 3 has the machine to itself. Each part
+one that never returns, costs its own cases and no others. Part 4 has the machine to itself. Each part
 has a budget; what does not fit is skipped and says so.
 
 Without a GPU this prints one line and ends well: there is nothing to check.
@@ -39,7 +41,7 @@ sys.path[:0] = [str(HERE)]
 from gpu_report import Report, describe_machine, render  # noqa: E402
 
 CHECKS_S, TIMINGS_S, GRACE_S = 230, 190, 25  # 445 s with grace, of 480
-PARTS = ("kernels", "engine", "timings")
+PARTS = ("kernels", "engine", "graphs", "timings")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -107,8 +109,9 @@ def smoke() -> Report:
 
 
 def check_jobs(only: tuple[str, ...]) -> list[str]:
-    """Names of the worker processes of parts 1 and 2, long ones first."""
+    """Names of the worker processes of all parts but the last, long ones first."""
     import gpu_cases  # noqa: F401  (finds the packages)
+    import gpu_graphs
     from gpu_case_list import FAMILIES
     from gpu_engine import MODES
 
@@ -118,11 +121,14 @@ def check_jobs(only: tuple[str, ...]) -> list[str]:
         for types in all_types
     ]
     engine = [f"engine:{mode}" for mode in MODES]
-    return engine * ("engine" in only) + kernels * ("kernels" in only)
+    graphs = [f"graphs:{mode}:{k}" for mode in gpu_graphs.MODES for k in gpu_graphs.DRAFTS]
+    return (
+        engine * ("engine" in only) + graphs * ("graphs" in only) + kernels * ("kernels" in only)
+    )
 
 
 def run_parts(only: tuple[str, ...], jobs: int) -> Iterator[dict[str, Any]]:
-    """Parts 1 and 2 side by side, then part 3; the lines that the workers wrote."""
+    """All checks side by side, then the timings; the lines that the workers wrote."""
     end = time.monotonic() + CHECKS_S
     with ThreadPoolExecutor(jobs) as pool:
         for lines in pool.map(lambda job: run_job(job, end - time.monotonic()), check_jobs(only)):
@@ -188,6 +194,16 @@ def work(job: str, seconds: float) -> Iterator[dict[str, Any]]:
         found: list[str] = []
         outcome = gpu_runs.checked(part, f"mode {what}", compare)
         outcome.detail = outcome.detail or "; ".join(found)
+        yield asdict(outcome)
+    elif part == "graphs":
+        from gpu_graphs import check
+
+        mode, k = what.split(":")
+        said: list[str] = []
+        outcome = gpu_runs.checked(
+            part, f"mode {mode}, k={k}", lambda: said.append(check(mode, int(k), "cuda"))
+        )
+        outcome.detail = outcome.detail or "; ".join(said)
         yield asdict(outcome)
     else:
         yield from time_all(device, end)
