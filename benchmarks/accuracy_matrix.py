@@ -1,6 +1,6 @@
 """Do caching and speculation change what the model says? 500 held-out problems in every combination.
 
-    python benchmarks/accuracy_matrix.py                       a table; about a quarter of an hour
+    python benchmarks/accuracy_matrix.py                       a table; some five minutes on one core
     python benchmarks/accuracy_matrix.py --json results.json   and the numbers
     python benchmarks/accuracy_matrix.py --problems 20         a first look
 
@@ -41,12 +41,13 @@ ALIGN: dict[str, Any] = {"mamba_cache_mode": "align"}
 ALL: dict[str, Any] = {"mamba_cache_mode": "all"}
 # What the table shows of a configuration, and what the engine is told. The first is the reference.
 CONFIGURATIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"mode": "off", "k": 0}, OFF),
-    ({"mode": "off", "k": 3}, OFF | {"num_speculative_tokens": 3}),
-    ({"mode": "align", "k": 0}, ALIGN),
-    ({"mode": "align", "k": 3}, ALIGN | {"num_speculative_tokens": 3}),
-    ({"mode": "all", "k": 0}, ALL),
-    ({"mode": "all", "k": 3}, ALL | {"num_speculative_tokens": 3}),
+    (
+        {"mode": mode, "k": k, "graphs": graphs},
+        settings | {"num_speculative_tokens": k, "graphs": graphs},
+    )
+    for mode, settings in (("off", OFF), ("align", ALIGN), ("all", ALL))
+    for k in (0, 3)
+    for graphs in ("off", "record")
 ]
 
 Logits = Callable[[Sequence[int]], torch.Tensor]

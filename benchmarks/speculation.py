@@ -187,19 +187,15 @@ def measure(model: Any, mode: str, k: int, method: str | None, problems: int) ->
 
 
 def with_savings(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The runs, each beside the run of its mode without drafts."""
+    """The runs, each held against the run of its mode without drafts."""
     plain = {run["mode"]: run for run in runs if run["k"] == 0}
-    return [
-        run
-        | {
-            "steps_without_drafts": plain[run["mode"]]["steps"],
-            "steps_saved": plain[run["mode"]]["steps"] - run["steps"],
-            "state_bytes_against_no_drafts": round(
-                run["state_bytes_per_token"] / plain[run["mode"]]["state_bytes_per_token"], 4
-            ),
-        }
-        for run in runs
-    ]
+    lines = []
+    for run in runs:
+        steps, per_token = (plain[run["mode"]][key] for key in ("steps", "state_bytes_per_token"))
+        ratio = round(run["state_bytes_per_token"] / per_token, 4)
+        saved = {"steps_without_drafts": steps, "steps_saved": steps - run["steps"]}
+        lines.append(run | saved | {"state_bytes_against_no_drafts": ratio})
+    return lines
 
 
 def render(runs: list[dict[str, Any]]) -> str:

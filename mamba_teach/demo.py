@@ -40,7 +40,8 @@ def run_demo(num_problems: int = 32, as_json: bool = False, board_file: Path | N
     Args:
         board_file: also write a page there that plays the block tables of the run.
     """
-    engine = Engine(load_model("wordmath"), EngineConfig(num_speculative_tokens=NUM_DRAFTS, graphs="auto"))
+    config = EngineConfig(num_speculative_tokens=NUM_DRAFTS, graphs="auto")
+    engine = Engine(load_model("wordmath"), config)
     if not as_json:
         print("mamba_teach serves a hybrid Mamba2 model:", ", ".join(mode_line(engine)))
         print(engine.summary(), end="\n\n")

@@ -126,8 +126,6 @@ class StateIndex:
             ends = boundaries(n, n + accepted, spec.block_size) if row.num_drafts else ()
             for end in ends if spec.mamba_cache_mode != "none" else ():
                 home, place = end // spec.block_size - 1, end - n - 1
-                if home == last and place == 0:
-                    continue  # written there in the first place
                 copies += self._copies(request_id, tables, last, home, place, end)
                 if home == last:  # the live column itself now holds the last token's state
                     accepted = 1

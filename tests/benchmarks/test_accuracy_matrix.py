@@ -77,13 +77,15 @@ def test_differences_are_counted_by_kind() -> None:
 
 def test_configurations_do_what_they_are_called() -> None:
     shown = [tuple(s.values()) for s, _ in matrix.CONFIGURATIONS]
-    assert shown[0] == ("off", 0)
-    assert sorted(shown) == sorted(product(("off", "align", "all"), (0, 3)))
+    assert shown[0] == ("off", 0, "off")
+    every = product(("off", "align", "all"), (0, 3), ("off", "record"))
+    assert sorted(shown) == sorted(every)
     model = load_model("wordmath")
-    for (mode, k), (_, settings) in zip(shown, matrix.CONFIGURATIONS, strict=True):
+    for (mode, k, graphs), (_, settings) in zip(shown, matrix.CONFIGURATIONS, strict=True):
         engine = Engine(model, EngineConfig(device="cpu", **settings))
         assert engine.cache_mode.effective == {"off": "none"}.get(mode, mode)
         assert engine.config.num_speculative_tokens == k
+        assert engine.runner.graph_summary().kind == graphs
 
 
 def test_uncached_logits_are_those_behind_the_greedy_tokens() -> None:

@@ -84,6 +84,19 @@ def test_copied_bytes_are_those_of_the_launches(monkeypatch: pytest.MonkeyPatch)
     assert speculation.count(engine).copy_bytes == launched > 0
 
 
+def test_a_prefill_after_a_preemption_is_no_verify_step() -> None:
+    """Without drafts a decode row yields one token. A request that has decoded, lost its blocks and
+    is computed again samples one from a prefill row, which must not count."""
+    config = EngineConfig(block_size=4, num_blocks=40, max_num_seqs=4, max_model_len=64)
+    engine = Engine(GhostModel(LAYERS), config)
+    prompts = [[i, 1, 2] for i in range(4)]
+    outputs = engine.generate(prompts, SamplingParams(max_tokens=40))
+    assert sum(output.num_preemptions for output in outputs) > 0
+    counts = speculation.count(engine)
+    assert counts.tokens == counts.verify_steps < 4 * (40 - 1)
+    assert counts.row_bytes == counts.tokens * 3 * (2 * 8 + (3 + 3) * 20)
+
+
 def test_without_drafts_a_token_costs_a_state_in_and_one_out() -> None:
     """wordmath: 6 Mamba layers, states of 10 x 32 x 16 fp32 numbers, 384 channels."""
     model = load_model("wordmath")

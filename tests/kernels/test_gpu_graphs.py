@@ -11,10 +11,10 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import gpu_check  # noqa: E402
-import gpu_graphs  # noqa: E402
+import gpu_check
+import gpu_graphs
 
-from mamba_teach.runner.graph_recorder import RecordedGraph  # noqa: E402
+from mamba_teach.runner.graph_recorder import RecordedGraph
 
 
 def test_graphs_and_eager_steps_say_the_same() -> None:
