@@ -142,7 +142,10 @@ class GhostMachine(RuleBasedStateMachine):
 
 
 GhostMachine.TestCase.settings = settings(
-    max_examples=EXAMPLES, stateful_step_count=50, deadline=None, phases=[Phase.explicit, Phase.generate]
+    max_examples=EXAMPLES,
+    stateful_step_count=50,
+    deadline=None,
+    phases=[Phase.explicit, Phase.generate],
 )
 TestGhostMachine = GhostMachine.TestCase
 

@@ -1,17 +1,21 @@
-"""What must hold of an engine over the ghost model after every step, whatever happened in it."""
+"""Engines over the ghost model: drafts as a test has written them down, and what must always hold."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 
-from mamba_teach import Engine
+from mamba_teach import Engine, EngineConfig, GhostModel, SamplingParams
 from mamba_teach.cache.block_hash import first_parent, hash_block
 from mamba_teach.cache.specs import MambaSpec, cdiv
+from mamba_teach.events import Event
 from mamba_teach.ghost import extend_hash
-from mamba_teach.scheduler import Schedule
+from mamba_teach.scheduler import Schedule, ScheduledRow
+from mamba_teach.spec_decode.scripted_proposer import ScriptedProposer
 
+Kind = TypeVar("Kind", bound=Event)
 Content = tuple[int, int, int, int, int]  # tokens, hash of the prefix, window of 3 tokens
 
 
@@ -104,3 +108,83 @@ def drafts_with(said: Sequence[int], num_drafts: int, num_right: int, vocab: int
     if num_right < num_drafts:
         drafts[num_right] = (drafts[num_right] + 1) % vocab
     return drafts
+
+
+class ScriptedEngine:
+    """An engine over the ghost, whose requests check the drafts that a test has written down.
+
+    Attributes:
+        texts: request id -> prompt, and what has to come behind it.
+        asked: for every step so far, request id -> anchor and count that its row was given.
+    """
+
+    def __init__(
+        self, layers: str, k: int, *, model: GhostModel | None = None, **config: object
+    ) -> None:
+        self.model = model or GhostModel(layers)
+        defaults: dict[str, object] = dict(
+            num_speculative_tokens=k, max_model_len=64, max_num_seqs=4, mamba_cache_mode="all",
+            poison=True, device="cpu",
+        )  # fmt: skip
+        self.engine = Engine(
+            self.model,
+            EngineConfig(**(defaults | config)),  # type: ignore[arg-type]
+            proposer=ScriptedProposer(self._script),
+        )
+        self.index = self.engine.runner.state_index
+        self.texts: dict[str, tuple[list[int], list[int]]] = {}
+        self.asked: list[dict[str, tuple[int, int]]] = []
+        self._steps: dict[str, list[tuple[int, int]]] = {}
+        self._preprocess = self.index.preprocess_mamba
+        self.index.preprocess_mamba = self._recorded  # type: ignore[method-assign]
+
+    def add(
+        self, prompt: Sequence[int], steps: Sequence[tuple[int, int]] = (), max_tokens: int = 20,
+        salt: str | None = None,
+    ) -> str:  # fmt: skip
+        """Add a request; ``steps`` are *(drafts, right ones among them)*, and then there are none.
+
+        A request that is about to end checks fewer, as always.
+        """
+        request_id = self.engine.add_request(
+            prompt, SamplingParams(max_tokens=max_tokens), cache_salt=salt
+        )
+        self.texts[request_id] = list(prompt), self.model.continuation(prompt, max_tokens)
+        self._steps[request_id] = list(steps)
+        return request_id
+
+    def step(self) -> list[Event]:
+        """One step and its events; what has been said so far must be right."""
+        start = len(self.engine.events)
+        for output in self.engine.step():
+            _, said = self.texts[output.request_id]
+            assert list(output.token_ids) == said[: len(output.token_ids)]
+            assert output.finish_reason is None or len(output.token_ids) == len(said)
+        return self.engine.events[start:]
+
+    def to_the_end(self) -> None:
+        while self.engine.has_unfinished_requests():
+            self.step()
+
+    def _script(self, request_id: str, tokens: list[int], max_drafts: int) -> list[int]:
+        if not self._steps[request_id]:
+            return []
+        count, right = self._steps[request_id].pop(0)
+        prompt, said = self.texts[request_id]
+        coming, count = said[len(tokens) - len(prompt) :], min(count, max_drafts)
+        return drafts_with(coming, count, min(right, count), self.model.config.vocab_size)
+
+    def _recorded(
+        self, rows: Sequence[ScheduledRow]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        anchors, counts = self._preprocess(rows)
+        ids = [row.request.request_id for row in rows]
+        if anchors is not None and counts is not None:
+            pairs = zip(anchors.tolist(), counts.tolist(), strict=True)
+            self.asked.append(dict(zip(ids, pairs, strict=True)))
+        return anchors, counts
+
+
+def of_kind(events: Sequence[Event], kind: type[Kind]) -> list[Kind]:
+    """Those of a kind, in order."""
+    return [event for event in events if isinstance(event, kind)]
