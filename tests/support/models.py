@@ -11,7 +11,7 @@ from model.test_recurrence import Reference
 from mamba_teach import Engine, EngineConfig, HybridModel, ModelConfig, SamplingParams
 from mamba_teach.events import RowScheduled, StateAccess, StateCopied
 from mamba_teach.model.hybrid import initialize
-from mamba_teach.model.metadata import uncached_step
+from mamba_teach.model.metadata import MambaCache, uncached_step
 
 NEAR_TIE = 1e-4  # logits closer than this may be ordered either way by rounding
 
@@ -124,27 +124,37 @@ def served_states(
     return found
 
 
-@torch.no_grad()
 def assert_states_are_exact(engine: Engine, request_id: str, tokens: list[int]) -> None:
-    """Windows and states after ``tokens`` equal those of a model that nobody serves.
+    """A request's windows and states after ``tokens`` are those of a model that nobody serves."""
+    exact = exact_states(engine.model, tuple(tokens))
+    for layer, found in served_states(engine, request_id, len(tokens)).items():
+        for ours, theirs in zip(found, exact[layer]):
+            torch.testing.assert_close(ours.to(theirs.dtype), theirs, rtol=1e-4, atol=2e-5)
 
-    All layers against one pass from scratch with hand-made caches, and the first, whose inputs are
-    known without running the model, against the float64 recurrence.
+
+@cache
+@torch.no_grad()
+def exact_states(
+    model: HybridModel, tokens: tuple[int, ...]
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Windows and states after ``tokens``, by Mamba layer.
+
+    Those of the first layer, whose inputs are known without running the model, from the float64
+    recurrence; the others from one pass from scratch with hand-made caches.
     """
-    model = engine.model
     stepper = Stepper(model, max_len=len(tokens))
-    stepper.run(tokens, [len(tokens)])
-    for layer, (window, state) in served_states(engine, request_id, len(tokens)).items():
-        expected = stepper.caches[layer]
-        torch.testing.assert_close(window, expected.conv[1], rtol=1e-4, atol=2e-5)
-        torch.testing.assert_close(state, expected.ssm[1], rtol=1e-4, atol=2e-5)
-        if layer == 0:
-            mixer = model.model.layers[0].mixer
-            weights = {k: v.double().numpy() for k, v in mixer.state_dict().items()}
-            reference = Reference(model.config, weights)
-            inputs = model.model.layers[0].norm(model.model.embeddings(torch.tensor(tokens)))
-            for u in inputs.double().numpy():
-                reference.step(u)
-            for ours, theirs in ((window, reference.window), (state, reference.h)):
-                exact = torch.tensor(theirs)
-                torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=2e-5)
+    stepper.run(list(tokens), [len(tokens)])
+    states = {
+        layer: (cache.conv[1], cache.ssm[1])
+        for layer, cache in enumerate(stepper.caches)
+        if isinstance(cache, MambaCache)
+    }
+    if 0 in states:
+        mixer = model.model.layers[0].mixer
+        weights = {k: v.double().numpy() for k, v in mixer.state_dict().items()}
+        reference = Reference(model.config, weights)
+        inputs = model.model.layers[0].norm(model.model.embeddings(torch.tensor(tokens)))
+        for u in inputs.double().numpy():
+            reference.step(u)
+        states[0] = torch.tensor(reference.window), torch.tensor(reference.h)
+    return states
