@@ -147,6 +147,8 @@ class EngineConfig:
             in the same step. 0 generates one token at a time.
         speculative_method: who guesses: "mtp" (the model's own head), "ngram" (what followed the
             last time), or None for the head where the model has one.
+        spec_state: what a decode step keeps: "slots" (a state per token) or "replay" (inputs, and a
+            state now and then).
         graphs: how decode steps are launched: "off" (one operation after the other), "cuda" (captured
             once and replayed), "record" (likewise, by a recorder that runs anywhere), or "auto" for
             "cuda" where there is one and else "record".
@@ -168,6 +170,7 @@ class EngineConfig:
     ssm_state_dtype: str = "float32"
     num_speculative_tokens: int = 0
     speculative_method: str | None = None
+    spec_state: str = "slots"
     graphs: str = "off"
     graph_capture_sizes: tuple[int, ...] | None = None
     poison: bool = False
@@ -186,6 +189,8 @@ class EngineConfig:
             raise ValueError(
                 f"speculative_method={self.speculative_method!r}: must be 'mtp', 'ngram' or None"
             )
+        if self.spec_state not in ("slots", "replay"):
+            raise ValueError(f"spec_state={self.spec_state!r}: must be 'slots' or 'replay'")
         if self.graphs not in ("off", "record", "cuda", "auto"):
             raise ValueError(f"graphs={self.graphs!r}: must be 'off', 'record', 'cuda' or 'auto'")
         for size in self.graph_capture_sizes or ():

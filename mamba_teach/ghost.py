@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from mamba_kernels import ReplayRing, must_flush
 from mamba_kernels.launch import launch
 from mamba_teach.config import ModelConfig
 from mamba_teach.model.metadata import (
@@ -27,6 +28,7 @@ from mamba_teach.model.metadata import (
     LayerCache,
     LayerMetadata,
     MambaCache,
+    MambaDecode,
     MambaMetadata,
 )
 from mamba_teach.request import Request
@@ -205,14 +207,19 @@ class GhostModel:
                 if starts[r] == starts[r + 1]:
                     continue  # padding
                 a = accepted[r]
-                state = self._read_state(layer, r, int(d.ssm_src_slots[r, a - 1]), states)
                 window = self._read_window(layer, r, int(d.conv_src_slots[r]), windows, a - 1)
-                for i, token in enumerate(tokens[starts[r] : starts[r + 1]]):
+                own = tokens[starts[r] : starts[r + 1]]
+                if cache.ring is None:
+                    state = self._read_state(layer, r, int(d.ssm_src_slots[r, a - 1]), states)
+                else:
+                    state = self._replay(layer, r, d, states, cache.ring, own)
+                for i, token in enumerate(own):
                     state = (state[0] + 1, extend_hash(state[1], token))
                     self._known.setdefault(state, f"a text that {self._who(r)} guessed")
                     window.append(token)
                     seen.append(state[1])
-                    self._write(states, int(d.ssm_dst_slots[r, i]), state)
+                    if cache.ring is None:
+                        self._write(states, int(d.ssm_dst_slots[r, i]), state)
                 self._write(windows, int(d.conv_dst_slots[r]), window[1:])
         if (p := metadata.prefill) is not None:
             starts = [s + metadata.num_decode_tokens for s in p.query_start_loc.tolist()]
@@ -270,11 +277,69 @@ class GhostModel:
 
     # States -------------------------------------------------------------------------------------
 
+    def _replay(
+        self,
+        layer: int,
+        row: int,
+        rows: MambaDecode,
+        states: torch.Tensor,
+        ring: ReplayRing,
+        own: list[int],
+    ) -> tuple[int, int]:
+        """The state before a row's tokens, from its checkpoint and pending inputs; appends its own."""
+        assert rows.ring_rows is not None
+        assert rows.ring_starts is not None and rows.num_pending is not None
+        pending, start = int(rows.num_pending[row]), int(rows.ring_starts[row])
+        entries = ring.x[int(rows.ring_rows[row]), :, 0, 0].view(torch.int32)
+        n, request = self._rows[row].num_computed, self._rows[row].request
+        state = self._read_state(
+            layer, row, int(rows.ssm_src_slots[row, 0]), states, num_pending=pending
+        )
+        found = [int(entries[(start + i) % ring.length]) for i in range(pending)]
+        needed = request.tokens(n - pending, n)
+        if found != needed:
+            raise GhostError(
+                f"the ring of {self._who(row)} (layer {layer}) holds {found} behind token "
+                f"{n - pending}; {needed} is needed"
+            )
+        for token in found:
+            state = (state[0] + 1, extend_hash(state[1], token))
+        if must_flush(pending, ring.max_query_len, ring.capacity):
+            self._write(states, int(rows.ssm_dst_slots[row, 0]), state)
+        for i, token in enumerate(own):
+            entries[(start + pending + i) % ring.length] = token
+        return state
+
+    def materialize_states(
+        self,
+        layers: Sequence[tuple[torch.Tensor, ReplayRing]],
+        *,
+        src_slots: torch.Tensor,
+        ring_rows: torch.Tensor,
+        ring_starts: torch.Tensor,
+        num_inputs: torch.Tensor,
+        dst_slots: torch.Tensor,
+    ) -> None:
+        """As :func:`mamba_kernels.materialize_states`, for hashes."""
+        for ssm, ring in layers:
+            states = ssm[:, 0, 0].view(torch.int32)
+            for i, slot in enumerate(src_slots.tolist()):
+                count, value = states[slot].tolist()
+                entries = ring.x[int(ring_rows[i]), :, 0, 0].view(torch.int32)
+                done = 0
+                for stop, dst in zip(num_inputs[i].tolist(), dst_slots[i].tolist(), strict=True):
+                    for j in range(done, stop):
+                        token = int(entries[(int(ring_starts[i]) + j) % ring.length])
+                        count, value = count + 1, extend_hash(value, token)
+                    done = max(done, stop)
+                    if dst:
+                        self._write(states, dst, (count, value))
+
     def _read_state(
-        self, layer: int, row: int, slot: int, states: torch.Tensor
+        self, layer: int, row: int, slot: int, states: torch.Tensor, num_pending: int = 0
     ) -> tuple[int, int]:
         count, value = states[slot].tolist()
-        n = self._rows[row].num_computed
+        n = self._rows[row].num_computed - num_pending
         if slot == 0:
             raise GhostError(f"{self._who(row)} reads the null slot (layer {layer})")
         _, hashes = self._prefix_hashes[self._rows[row].request.request_id]

@@ -166,7 +166,7 @@ class Scheduler:
         for token in sampled:
             request.output_token_ids.append(token)
             self._emit(events.TokenSampled(request.request_id, token))
-        self.cache.commit(request, n, n_after, row.seq_len, row.num_drafts)
+        self.cache.commit(request, n, n_after, row.seq_len, row.num_drafts, row.is_decode)
         if finish_reason is not None:
             self.finish(request, finish_reason)
 

@@ -14,7 +14,8 @@ A verify step writes a state per token, each to its own slot, but one window for
 first. So the two may come from different slots, and ``conv_src_slots`` says where the windows are.
 
 Source and destination may be the same slot: then the window shifts in place, and nothing at all
-happens if the offset is 0. A triple with a null (0) or negative slot on either side is padding.
+happens if the offset is 0. A null (0) or negative source leaves its half of the destination as it is
+(where states are kept in another way, only windows move); a null destination is padding.
 
 The list is carried out in order. Destinations are distinct, and no triple reads what an *earlier*
 one wrote, so "one after another" and "read all, then write all" are the same thing
@@ -57,7 +58,7 @@ def copy_states(
         pairs: ``(conv_state, ssm_state)`` of all layers: ``(slots, L, conv_dim)`` and
             ``(slots, H, P, N)``; shapes, dtypes and strides alike in all layers, contiguous inside
             a slot. **Mutated**: the destination slots.
-        src_slots, dst_slots: ``(M,)`` int; a triple with a slot of 0 or below is skipped.
+        src_slots, dst_slots: ``(M,)`` int; a null source moves no state, a null destination nothing.
         window_offsets: ``(M,)`` int, ``0 .. L - 1``: where in the source's conv window the wanted
             history begins.
         conv_src_slots: ``(M,)`` int like ``src_slots``, where the windows are; None: in the same
@@ -110,7 +111,7 @@ def _check_contents(
     written: set[int] = set()
     columns = (src_slots, conv_src_slots, dst_slots, window_offsets)
     for src, conv_src, dst, offset in zip(*(column.tolist() for column in columns)):
-        if src == 0 or dst == 0:
+        if dst == 0 or src == conv_src == 0:
             continue
         if not 0 <= offset < window_len:
             raise ValueError(f"window_offsets holds {offset}; allowed: 0 .. {window_len - 1}")
@@ -126,17 +127,18 @@ def _copy_states_torch(
     pairs: Pairs, src_slots: torch.Tensor, conv_src_slots: torch.Tensor, dst_slots: torch.Tensor,
     window_offsets: torch.Tensor,
 ) -> None:  # fmt: skip
-    live = (src_slots > 0) & (conv_src_slots > 0) & (dst_slots > 0)
-    src, conv_src, dst = (s[live].long() for s in (src_slots, conv_src_slots, dst_slots))
+    has_state, has_window = (src_slots > 0) & (dst_slots > 0), (conv_src_slots > 0) & (dst_slots > 0)
+    src, dst = src_slots[has_state].long(), dst_slots[has_state].long()
+    conv_src, conv_dst = conv_src_slots[has_window].long(), dst_slots[has_window].long()
     window_len = pairs[0][0].shape[1]
     entry = torch.arange(window_len, device=src.device)
-    taken = window_offsets[live].long()[:, None] + entry  # (M', L)
+    taken = window_offsets[has_window].long()[:, None] + entry  # (M', L)
     inside = (taken < window_len)[..., None]
     taken = taken.clamp(max=window_len - 1)
     for conv_state, ssm_state in pairs:
         # Indexing copies, so all is read before anything is written.
-        moved = torch.where(inside, conv_state[conv_src[:, None], taken], conv_state[dst])
-        conv_state[dst] = moved
+        moved = torch.where(inside, conv_state[conv_src[:, None], taken], conv_state[conv_dst])
+        conv_state[conv_dst] = moved
         ssm_state[dst] = ssm_state[src]
 
 
@@ -178,15 +180,15 @@ def copy_states_kernel(
         src_block = tl.load(src_slots_ptr + m, mask=m_mask, other=0)
         conv_src_block = tl.load(conv_src_slots_ptr + m, mask=m_mask, other=0)
         dst_block = tl.load(dst_slots_ptr + m, mask=m_mask, other=0)
-        live = (src_block > 0) & (conv_src_block > 0) & (dst_block > 0)
+        live = ((src_block > 0) | (conv_src_block > 0)) & (dst_block > 0)
         if tl.sum(live.to(tl.int32), axis=0) > 0:
             for i in range(first, tl.minimum(first + BLOCK_TRIPLES, num_triples)):
                 src = tl.load(src_slots_ptr + i).to(tl.int64)
                 conv_src = tl.load(conv_src_slots_ptr + i).to(tl.int64)
                 dst = tl.load(dst_slots_ptr + i).to(tl.int64)
                 offset = tl.load(offsets_ptr + i).to(tl.int64)
-                if (src > 0) & (conv_src > 0) & (dst > 0):
-                    if is_conv:
+                if dst > 0:
+                    if is_conv & (conv_src > 0):
                         # Entry by entry, front to back: an in-place shift never reads an entry
                         # that it has already overwritten.
                         word = (tile - SSM_TILES) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
@@ -196,7 +198,7 @@ def copy_states_kernel(
                                             mask=word < CONV_WORDS)
                             tl.store(base + dst * stride_conv_slot + entry * CONV_WORDS + word,
                                      value, mask=word < CONV_WORDS)
-                    else:
+                    if (tile < SSM_TILES) & (src > 0):
                         word = tile * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
                         if src != dst:
                             value = tl.load(base + src * stride_ssm_slot + word,

@@ -31,6 +31,14 @@ TABLE: dict[str, list[tuple[str, dict[str, int], dict[str, Any]]]] = {
         ("interpret", {}, {"BLOCK_WORDS": 16384, "num_warps": 1, "num_stages": 1}),
         ("any", {}, {"BLOCK_WORDS": 2048, "num_warps": 8, "num_stages": 1}),
     ],
+    "replay_state_update_kernel": [
+        ("interpret", {}, {"BLOCK_P": 128, "num_warps": 1, "num_stages": 1}),
+        ("any", {}, {"BLOCK_P": 16, "num_warps": 4, "num_stages": 1}),
+    ],
+    "materialize_states_kernel": [
+        ("interpret", {}, {"BLOCK_P": 128, "num_warps": 1, "num_stages": 1}),
+        ("any", {}, {"BLOCK_P": 16, "num_warps": 4, "num_stages": 1}),
+    ],
     "chunk_state_kernel": [
         ("interpret", {}, {"BLOCK_T": 64, "BLOCK_P": 128, "num_warps": 1, "num_stages": 1}),
         ("any", {"dot_bytes": 4}, {"BLOCK_T": 32, "BLOCK_P": 32, "num_warps": 8, "num_stages": 1}),

@@ -169,7 +169,15 @@ class CacheCoordinator:
                 events.BlocksAllocated(rid, manager.group, tuple(columns), tuple(blocks))
             )
 
-    def commit(self, request: Request, n: int, n_after: int, seq_len: int, num_drafts: int) -> None:
+    def commit(
+        self,
+        request: Request,
+        n: int,
+        n_after: int,
+        seq_len: int,
+        num_drafts: int,
+        is_decode: bool,
+    ) -> None:
         """Publish full blocks and give back those behind.
 
         Args:
@@ -178,6 +186,7 @@ class CacheCoordinator:
             n_after: tokens computed now; those up to here count.
             seq_len: end of the step, drafts that were not kept included.
             num_drafts: of the step.
+            is_decode: whether it was one of decode.
         """
         rid = request.request_id
         for manager in self.managers:
@@ -185,7 +194,7 @@ class CacheCoordinator:
                 hashes = self._hashes(request)
                 for column, block in manager.publish(rid, hashes, n, n_after, num_drafts):
                     self._emit(events.BlockPublished(rid, manager.group, column, block))
-            if behind := manager.blocks_behind(rid, n_after, seq_len):
+            if behind := manager.blocks_behind(rid, n_after, seq_len, is_decode):
                 columns = [column for column, _ in behind]
                 blocks = [block for _, block in behind]
                 manager.drop_columns(rid, columns)

@@ -98,12 +98,15 @@ class GroupManager:
         """Positions at which tokens ``n .. n_after - 1`` of a step complete a block that is kept."""
         return boundaries(n, n_after, self.spec.block_size)
 
-    def blocks_behind(self, request_id: str, n_after: int, seq_len: int) -> list[tuple[int, int]]:
+    def blocks_behind(
+        self, request_id: str, n_after: int, seq_len: int, is_decode: bool
+    ) -> list[tuple[int, int]]:
         """*(column, block)* of what the request will not need again.
 
         Args:
             n_after: tokens that are computed now.
             seq_len: tokens up to the end of the step, drafts that were not kept included.
+            is_decode: whether the step was one of decode.
         """
         return []
 
@@ -174,10 +177,12 @@ class MambaManager(GroupManager):
         last = last_scheduled_column(seq_len, self.spec.block_size)
         # A chunk ends in one column, or passes through all of them in mode "all". A step with drafts
         # may complete any block that it touches, and keeps a state per draft behind the last one.
+        # With replay it keeps inputs instead, which need no columns.
         touches = num_drafts > 0 or self.spec.mamba_cache_mode == "all"
         first = first_scheduled_column(n, self.spec.block_size) if touches else last
         table = self.tables.get(request_id, [])
-        needed = range(first, last + 1 + num_drafts)
+        scratch = num_drafts if self.spec.ring is None else 0
+        needed = range(first, last + 1 + scratch)
         return [c for c in needed if c >= len(table) or table[c] == NULL_BLOCK_ID]
 
     def prefill_need(self, hit: int, known: int, budget: int, missing: int) -> int:
@@ -193,11 +198,16 @@ class MambaManager(GroupManager):
         # Only the end of a chunk is kept, and it completes a block only if it lies on the grid.
         return range(n_after, n_after + 1 if n_after % size == 0 else n_after)
 
-    def blocks_behind(self, request_id: str, n_after: int, seq_len: int) -> list[tuple[int, int]]:
+    def blocks_behind(
+        self, request_id: str, n_after: int, seq_len: int, is_decode: bool
+    ) -> list[tuple[int, int]]:
         # The next step reads at this step's last column or behind it, and may complete the block of
         # its own first token, which lies before that column when drafts were not kept.
         size = self.spec.block_size
         keep_from = min(last_scheduled_column(seq_len, size), first_scheduled_column(n_after, size))
+        if self.spec.ring is not None and is_decode:
+            # The checkpoint may be the last completed block itself.
+            keep_from = max(0, min(keep_from, first_scheduled_column(n_after, size) - 1))
         first = self._first_held.get(request_id, 0)
         self._first_held[request_id] = max(first, keep_from)
         table = self.tables[request_id]

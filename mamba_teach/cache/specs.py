@@ -27,6 +27,7 @@ from typing import ClassVar
 
 from mamba_teach.config import DTYPE_BYTES, EngineConfig, ModelConfig
 
+RING_CAPACITY = 16  # inputs that can be pending with replay; what one matrix product takes
 BLOCK_MULTIPLE = 16  # derived attention blocks are a multiple of this many tokens
 ALIGNMENT = 16  # bytes; every tensor in a page starts on a multiple
 
@@ -96,17 +97,40 @@ class AttentionSpec(LayerSpec):
 
 
 @dataclass(frozen=True)
+class RingSpec:
+    """Inputs that a layer keeps per request with ``spec_state="replay"``, besides its pages.
+
+    Attributes:
+        capacity: inputs that can be pending.
+        max_query_len: tokens of the longest step, ``1 + k``; so many entries more there are.
+        tensors: x, B, dt and log decay of one request.
+    """
+
+    capacity: int
+    max_query_len: int
+    tensors: tuple[TensorSpec, TensorSpec, TensorSpec, TensorSpec]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one request in one layer."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
 class MambaSpec(LayerSpec):
     """One state per page.
 
     Attributes:
         mamba_cache_mode: "none", "align" or "all".
-        num_speculative_blocks: scratch columns behind the last token's, one per draft token.
+        num_speculative_blocks: scratch columns behind the last token's, one per draft token; none
+            with replay.
+        ring: with replay, what is kept instead.
     """
 
     kind: ClassVar[str] = "mamba"
     mamba_cache_mode: str
     num_speculative_blocks: int = 0
+    ring: RingSpec | None = None
 
     def columns_for(self, num_tokens: int) -> int:
         return cdiv(num_tokens, self.block_size) + self.num_speculative_blocks
@@ -118,8 +142,14 @@ class MambaSpec(LayerSpec):
         states = cdiv(num_tokens, self.block_size)
         # What a step reads, and every boundary that its 1 + k tokens can pass.
         passed = cdiv(1 + self.num_speculative_blocks, self.block_size)
+        if self.ring is not None:  # the checkpoint, too, may be behind the running column
+            passed = 1 + cdiv(self.ring.max_query_len - 1, self.block_size)
         kept = {"none": 1, "align": min(1 + passed, states), "all": states}[self.mamba_cache_mode]
         return kept + self.num_speculative_blocks
+
+    def max_memory_usage_bytes(self, num_tokens: int) -> int:
+        ring = 0 if self.ring is None else self.ring.num_bytes
+        return super().max_memory_usage_bytes(num_tokens) + ring
 
 
 def make_layer_specs(
@@ -156,12 +186,31 @@ def make_layer_specs(
             f"block_size={block_size}: an attention page of {page} bytes cannot hold a Mamba state "
             f"of {state_bytes} bytes; at least {derived} tokens are needed (None derives them)"
         )
+    ring = make_ring_spec(model, engine) if engine.spec_state == "replay" else None
     state_block = engine.max_model_len if mamba_cache_mode == "none" else block_size
     specs: dict[int, LayerSpec] = {
-        i: MambaSpec(state_block, state, page, mamba_cache_mode, k) for i in mamba_layers
+        i: MambaSpec(state_block, state, page, mamba_cache_mode, 0 if ring else k, ring)
+        for i in mamba_layers
     }
     specs |= {i: AttentionSpec(block_size, (keys, keys), page) for i in attention_layers}
     return specs
+
+
+def make_ring_spec(model: ModelConfig, engine: EngineConfig) -> RingSpec:
+    """The ring of a Mamba layer."""
+    step = 1 + engine.num_speculative_tokens
+    capacity = max(RING_CAPACITY, step)
+    length, heads = capacity + step, model.mamba_num_heads
+    return RingSpec(
+        capacity,
+        step,
+        (
+            TensorSpec((length, heads, model.mamba_head_dim), engine.dtype),
+            TensorSpec((length, model.n_groups, model.ssm_state_size), engine.dtype),
+            TensorSpec((length, heads), "float32"),
+            TensorSpec((length, heads), "float32"),
+        ),
+    )
 
 
 def derived_num_blocks(

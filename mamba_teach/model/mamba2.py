@@ -18,6 +18,7 @@ from mamba_kernels import (
     causal_conv1d_fn,
     causal_conv1d_update,
     mamba_chunk_scan,
+    replay_state_update,
     rms_norm_gated,
     selective_state_update,
 )
@@ -96,6 +97,27 @@ class Mamba2Mixer(nn.Module):
             num_accepted_tokens=rows.num_accepted_tokens,
         )
         x, B, C = self._split_heads(mixed)
+        if cache.ring is not None:
+            assert rows.ring_rows is not None
+            assert rows.ring_starts is not None and rows.num_pending is not None
+            return replay_state_update(
+                x,
+                dt,
+                self.negative_rates(),
+                B,
+                C,
+                self.D,
+                self.dt_bias,
+                cache.ssm,
+                cache.ring,
+                query_start_loc=rows.query_start_loc,
+                src_slots=rows.ssm_src_slots[:, 0],
+                dst_slots=rows.ssm_dst_slots[:, 0],
+                ring_rows=rows.ring_rows,
+                ring_starts=rows.ring_starts,
+                num_pending=rows.num_pending,
+                dt_limit=self.config.time_step_limit,
+            )
         return selective_state_update(
             x,
             dt,

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import torch
 
-from mamba_kernels import ChunkLayout, build_chunk_layout
+from mamba_kernels import ChunkLayout, ReplayRing, build_chunk_layout
 from mamba_teach.config import ModelConfig
 
 
@@ -24,8 +24,10 @@ class MambaDecode:
     Attributes:
         query_start_loc: ``(D + 1,)`` int32.
         conv_src_slots, conv_dst_slots: ``(D,)`` int32.
-        ssm_src_slots, ssm_dst_slots: ``(D, 1 + k)`` int32.
+        ssm_src_slots, ssm_dst_slots: ``(D, 1 + k)`` int32; with replay ``(D, 1)``, the checkpoint and
+            where a new one goes.
         num_accepted_tokens: ``(D,)`` int32, or None without speculation.
+        ring_rows, ring_starts, num_pending: ``(D,)`` int32, with replay only.
     """
 
     query_start_loc: torch.Tensor
@@ -34,6 +36,9 @@ class MambaDecode:
     ssm_src_slots: torch.Tensor
     ssm_dst_slots: torch.Tensor
     num_accepted_tokens: torch.Tensor | None = None
+    ring_rows: torch.Tensor | None = None
+    ring_starts: torch.Tensor | None = None
+    num_pending: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -89,10 +94,14 @@ class AttentionMetadata:
 
 @dataclass(frozen=True)
 class MambaCache:
-    """One layer's states: ``conv (slots, W-1+k, conv_dim)`` and ``ssm (slots, H, P, N)``; strided."""
+    """One layer's states: ``conv (slots, W-1+k, conv_dim)`` and ``ssm (slots, H, P, N)``; strided.
+
+    With replay also a ring of inputs per request.
+    """
 
     conv: torch.Tensor
     ssm: torch.Tensor
+    ring: ReplayRing | None = None
 
 
 @dataclass(frozen=True)

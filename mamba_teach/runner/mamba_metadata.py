@@ -17,13 +17,18 @@ from dataclasses import dataclass
 import torch
 
 from mamba_kernels import ChunkLayout, build_chunk_layout
-from mamba_teach.cache.columns import last_computed_column, last_scheduled_column
+from mamba_teach.cache.columns import (
+    first_scheduled_column,
+    last_computed_column,
+    last_scheduled_column,
+)
 from mamba_teach.cache.groups import CacheGroup
 from mamba_teach.cache.specs import MambaSpec
 from mamba_teach.config import EngineConfig
 from mamba_teach.events import StateAccess
 from mamba_teach.model.metadata import MambaMetadata, MambaPrefill
-from mamba_teach.runner.decode_buffers import DecodeBuffers
+from mamba_teach.runner.decode_buffers import DecodeBuffers, ReplaySlots
+from mamba_teach.runner.replay_index import ReplayRows
 from mamba_teach.runner.step_rows import StepRows
 
 
@@ -51,7 +56,7 @@ class MambaMetadataBuilder:
     """Metadata of one Mamba group.
 
     Attributes:
-        decode_state_offsets: ``(1, 1 + k)`` = 0 .. k, made once.
+        decode_state_offsets: ``(1, 1 + k)`` = 0 .. k, made once; with replay ``(1, 1)``.
         buffers: the group's own, for its decode rows.
     """
 
@@ -68,9 +73,10 @@ class MambaMetadataBuilder:
         self.spec = group.spec
         self.chunk_size = chunk_size
         self.device = device
-        k = config.num_speculative_tokens
-        self.decode_state_offsets = torch.arange(1 + k)[None]
-        self.buffers = DecodeBuffers(group.name, config.max_num_seqs, k, device)
+        k, slots = config.num_speculative_tokens, 1 + group.spec.num_speculative_blocks
+        self.tokens_per_row = 1 + k
+        self.decode_state_offsets = torch.arange(slots)[None]
+        self.buffers = DecodeBuffers(group.name, config.max_num_seqs, k, slots, device)
 
     def build(
         self, table: torch.Tensor, rows: StepRows, num_padded: int | None = None
@@ -116,6 +122,7 @@ class MambaMetadataBuilder:
         src_slots = gather_slots(table, rows.table_rows, plan.read_from, offsets)
         dst_slots = gather_slots(table, rows.table_rows, plan.write_to, offsets)
         decode = prefill = checkpoints = None
+        replay = None if rows.replay is None else self._replay_slots(rows, rows.replay, table)
         if decodes:
             counts = rows.num_accepted_tokens
             decode = self.buffers.refill(
@@ -124,6 +131,7 @@ class MambaMetadataBuilder:
                 dst_slots[:decodes],
                 None if counts is None else counts[:decodes],
                 num_padded,
+                replay,
             )
         if plan.layout is not None and plan.starts is not None and plan.computed is not None:
             if plan.checkpoints is not None:
@@ -140,19 +148,36 @@ class MambaMetadataBuilder:
                 checkpoints=None if checkpoints is None else self._send(checkpoints),
             )
         accesses = state_accesses(self.index, rows, src_slots, dst_slots, checkpoints)
+        if replay is not None:
+            accesses[:decodes] = replay_accesses(self.index, rows, replay)
         num_decode_tokens = rows.num_decode_tokens
         if num_padded is not None:
-            num_decode_tokens = num_padded * offsets.shape[1]  # every row as long as it can be
+            num_decode_tokens = num_padded * self.tokens_per_row  # every row as long as it can be
         return MambaMetadata(num_decode_tokens, decode, prefill), accesses
 
     def padding(self, num_rows: int) -> MambaMetadata:
         """Decode metadata of rows that nobody has: null slots, no tokens, a count of 1."""
-        width = self.decode_state_offsets.shape[1]
-        none = torch.zeros(0, width, dtype=torch.int32)
-        counts = none[:, 0] if self.buffers.num_accepted_tokens is not None else None
+        slots = torch.zeros(0, self.decode_state_offsets.shape[1], dtype=torch.int32)
+        none = slots[:, 0]
+        counts = none if self.buffers.num_accepted_tokens is not None else None
+        replay = None if self.spec.ring is None else ReplaySlots(*[none] * 5)
         start = torch.zeros(1, dtype=torch.int32)
-        decode = self.buffers.refill(start, none, none, counts, num_rows)
-        return MambaMetadata(num_rows * width, decode, None)
+        decode = self.buffers.refill(start, slots, slots, counts, num_rows, replay)
+        return MambaMetadata(num_rows * self.tokens_per_row, decode, None)
+
+    def _replay_slots(
+        self, rows: StepRows, replay: ReplayRows, table: torch.Tensor
+    ) -> ReplaySlots:
+        decodes = rows.num_decodes
+        table_rows = rows.table_rows[:decodes]
+        flushed = first_scheduled_column(rows.num_computed[:decodes], self.spec.block_size)
+        return ReplaySlots(
+            src_slots=table[table_rows, replay.column[:decodes]],
+            dst_slots=table[table_rows, flushed],
+            ring_row=replay.ring_row[:decodes],
+            ring_start=replay.ring_start[:decodes],
+            num_pending=replay.num_pending[:decodes],
+        )
 
     def _send(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, non_blocking=True)
@@ -221,7 +246,7 @@ def state_accesses(
     """
     computed, lengths = rows.num_computed.tolist(), rows.lengths.tolist()
     counts = [1] * len(computed)
-    if rows.num_accepted_tokens is not None:
+    if rows.num_accepted_tokens is not None and rows.replay is None:
         counts = rows.num_accepted_tokens.tolist()
     kept: dict[int, list[tuple[int, int]]] = {}
     for row, end, slot in [] if checkpoints is None else checkpoints.tolist():
@@ -237,3 +262,14 @@ def state_accesses(
         read = reads[counts[r] - 1] if n else None
         accesses.append(StateAccess(rows.request_ids[r], group, read, tuple(written)))
     return accesses
+
+
+def replay_accesses(group: int, rows: StepRows, replay: ReplaySlots) -> list[StateAccess]:
+    """Likewise for the decode rows of a step with replay: it reads checkpoints and rarely writes one."""
+    assert rows.replay is not None
+    slots = zip(replay.src_slots.tolist(), replay.dst_slots.tolist(), strict=True)
+    computed = rows.num_computed.tolist()
+    return [
+        StateAccess(rows.request_ids[r], group, src, ((dst, computed[r]),) * rows.replay.flushes[r])
+        for r, (src, dst) in enumerate(slots)
+    ]

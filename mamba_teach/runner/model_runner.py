@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from mamba_kernels import materialize_states
 from mamba_kernels.backend import choose_backend
 from mamba_kernels.launch import collect_variants
 from mamba_teach import events
@@ -18,6 +19,7 @@ from mamba_teach.runner.decode_graphs import DecodeGraphs, Dispatch, check_pool,
 from mamba_teach.runner.graph_recorder import RecordedGraph
 from mamba_teach.runner.graphs import resolve_graphs
 from mamba_teach.runner.pages import allocate_pages, poison_blocks
+from mamba_teach.runner.replay_index import ReplayIndex
 from mamba_teach.runner.sampler import sample
 from mamba_teach.runner.served_model import ServedModel
 from mamba_teach.runner.state_index import StateIndex
@@ -74,10 +76,14 @@ class ModelRunner:
         device = model.device
         chunk_size = CPU_CHUNK_SIZE if device.type == "cpu" else model.config.chunk_size
         num_layers = len(model.config.pattern + model.config.mtp_pattern)
-        self.caches = allocate_pages(groups, num_layers, num_blocks, device)
+        self.caches = allocate_pages(groups, num_layers, num_blocks, device, config.max_num_seqs)
         self.tables = BlockTables(groups, config.max_num_seqs, config.max_model_len)
+        replay = None
+        if config.spec_state == "replay" and any(g.spec.kind == "mamba" for g in groups):
+            write = getattr(model, "materialize_states", materialize_states)  # the ghost has its own
+            replay = ReplayIndex(groups, self.caches, write, emit)
         self.state_index = StateIndex(
-            groups, self.caches, config.max_num_seqs, config.num_speculative_tokens, emit
+            groups, self.caches, config.max_num_seqs, config.num_speculative_tokens, emit, replay
         )
         self.metadata = StepMetadataBuilder(groups, num_layers, config, chunk_size, device)
         warmed = None

@@ -17,13 +17,18 @@ import math
 
 import torch
 
+from mamba_kernels import ReplayRing
 from mamba_teach.cache.groups import CacheGroup
-from mamba_teach.cache.specs import LayerSpec
+from mamba_teach.cache.specs import LayerSpec, MambaSpec, RingSpec
 from mamba_teach.model.metadata import AttentionCache, LayerCache, MambaCache
 
 
 def allocate_pages(
-    groups: tuple[CacheGroup, ...], num_layers: int, num_blocks: int, device: torch.device
+    groups: tuple[CacheGroup, ...],
+    num_layers: int,
+    num_blocks: int,
+    device: torch.device,
+    max_num_seqs: int = 0,
 ) -> list[LayerCache]:
     """Allocate one raw buffer per position and give every layer its views of it.
 
@@ -31,6 +36,7 @@ def allocate_pages(
         groups: which layers there are, and at which positions.
         num_layers: of the model; layers that keep nothing get None.
         num_blocks: pages per buffer, the null page included.
+        max_num_seqs: requests that may need a ring of inputs, where a spec has one.
 
     Returns:
         One cache per layer, in layer order, zero-filled.
@@ -45,9 +51,25 @@ def allocate_pages(
     for group in groups:
         for position, layer in enumerate(group.layers):
             first, second = page_views(raw[position], group.spec)
-            cache = MambaCache if group.spec.kind == "mamba" else AttentionCache
-            caches[layer] = cache(first, second)
+            if isinstance(group.spec, MambaSpec):
+                ring = allocate_ring(group.spec.ring, max_num_seqs, device)
+                caches[layer] = MambaCache(first, second, ring)
+            else:
+                caches[layer] = AttentionCache(first, second)
     return caches
+
+
+def allocate_ring(
+    spec: RingSpec | None, max_num_seqs: int, device: torch.device
+) -> ReplayRing | None:
+    """A layer's ring of inputs: a row per request, and the null row in front."""
+    if spec is None:
+        return None
+    x, B, dt, log_decay = (
+        torch.zeros(1 + max_num_seqs, *part.shape, dtype=getattr(torch, part.dtype), device=device)
+        for part in spec.tensors
+    )
+    return ReplayRing(x, B, dt, log_decay, spec.capacity)
 
 
 def page_views(raw: torch.Tensor, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,5 +87,6 @@ def page_views(raw: torch.Tensor, spec: LayerSpec) -> tuple[torch.Tensor, torch.
 def poison_blocks(caches: list[LayerCache], blocks: list[int]) -> None:
     """Fill blocks with NaN in every layer: from now on, whoever reads one shows it."""
     for cache in caches:
-        for tensor in () if cache is None else (vars(cache).values()):
-            tensor[blocks] = math.nan
+        for tensor in () if cache is None else vars(cache).values():
+            if isinstance(tensor, torch.Tensor):  # a ring has no blocks
+                tensor[blocks] = math.nan

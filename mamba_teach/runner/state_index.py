@@ -25,12 +25,14 @@ import torch
 
 from mamba_kernels import copy_states
 from mamba_teach import events
+from mamba_teach.cache.block_pool import NULL_BLOCK_ID
 from mamba_teach.cache.columns import boundaries, last_scheduled_column
 from mamba_teach.cache.groups import CacheGroup
 from mamba_teach.cache.specs import MambaSpec
 from mamba_teach.model.metadata import LayerCache, MambaCache
 from mamba_teach.runner.block_table import BlockTables
 from mamba_teach.runner.persistent_buffer import PersistentBuffer
+from mamba_teach.runner.replay_index import ReplayIndex
 from mamba_teach.scheduler import ScheduledRow
 
 UNKNOWN = -1  # in mamba_prev_last_scheduled_idx: the request has no previous step
@@ -45,6 +47,7 @@ class StateIndex:
         mamba_prev_last_scheduled_idx: the anchors of a step's rows, ``(max_num_seqs,)`` int32 on the
             host. Exists whenever speculation is configured, whether or not a step has drafts; None
             without, since then the last computed token tells the column.
+        replay: with replay, where states are instead; anchors and counts then tell of windows only.
     """
 
     def __init__(
@@ -54,7 +57,9 @@ class StateIndex:
         max_num_seqs: int,
         num_speculative_tokens: int,
         emit: Callable[[events.Event], None],
+        replay: ReplayIndex | None = None,
     ) -> None:
+        self.replay = replay
         self._groups = [(i, g) for i, g in enumerate(groups) if isinstance(g.spec, MambaSpec)]
         self._emit = emit
         self.mamba_state_idx: dict[str, int] = {}
@@ -78,6 +83,9 @@ class StateIndex:
 
     def cleanup_mamba_state_idx(self, request_ids: Iterable[str]) -> None:
         """Forget requests that lost their blocks: finished, preempted, or preempted and resumed."""
+        request_ids = list(request_ids)
+        if self.replay is not None:
+            self.replay.cleanup(request_ids)
         for request_id in request_ids:
             self.mamba_state_idx.pop(request_id, None)
             self.num_accepted_tokens.pop(request_id, None)
@@ -114,6 +122,8 @@ class StateIndex:
             num_kept: ``a``, tokens that count, for rows with drafts; ignored for others.
             tables: the block tables.
         """
+        if self.replay is not None:
+            self.replay.postprocess(rows, num_kept, tables)
         if self.mamba_prev_last_scheduled_idx is None or not self._groups:
             return
         copies: list[tuple[int, int, int, int]] = []  # source, window's source, destination, offset
@@ -150,7 +160,11 @@ class StateIndex:
         copies = []
         for group, _ in self._groups:
             table = tables.tables[group][row]
-            src, window, dst = int(table[last + place]), int(table[last]), int(table[home])
+            window, dst = int(table[last]), int(table[home])
+            if self.replay is not None:  # the state is there already, only the window moves
+                copies.append((NULL_BLOCK_ID, window, dst, place))
+                continue
+            src = int(table[last + place])
             copies.append((src, window, dst, place))
             self._emit(events.StateCopied(request_id, group, src, dst, num_tokens))
         return copies

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from mamba_teach.runner.block_table import BlockTables
+from mamba_teach.runner.replay_index import ReplayRows
 from mamba_teach.runner.state_index import StateIndex
 from mamba_teach.scheduler import Schedule
 
@@ -22,6 +23,7 @@ class StepRows:
         table_rows: ``(R,)`` int64, row of each in the block tables.
         block_idx_last_scheduled_token_prev_step: ``(R,)`` int32 anchors, -1 where unknown.
         num_accepted_tokens: ``(R,)`` int32; both None without speculation.
+        replay: cursors of the rows, or None without replay.
     """
 
     request_ids: list[str]
@@ -31,20 +33,26 @@ class StepRows:
     table_rows: torch.Tensor
     block_idx_last_scheduled_token_prev_step: torch.Tensor | None = None
     num_accepted_tokens: torch.Tensor | None = None
+    replay: ReplayRows | None = None
 
     @classmethod
     def of(cls, schedule: Schedule, tables: BlockTables, state_index: StateIndex) -> StepRows:
         """The rows of a non-empty schedule whose blocks are already in the tables."""
         request_ids = [row.request.request_id for row in schedule.rows]
         anchors, counts = state_index.preprocess_mamba(schedule.rows)
+        table_rows = tables.rows(request_ids)
+        replay = None
+        if state_index.replay is not None:
+            replay = state_index.replay.preprocess(schedule.rows, table_rows)
         return cls(
             request_ids=request_ids,
             num_decodes=sum(row.is_decode for row in schedule.rows),
             num_computed=torch.tensor([row.num_computed for row in schedule.rows]),
             query_start_loc=torch.tensor([0, *(r.num_tokens for r in schedule.rows)]).cumsum(0),
-            table_rows=tables.rows(request_ids),
+            table_rows=table_rows,
             block_idx_last_scheduled_token_prev_step=anchors,
             num_accepted_tokens=counts,
+            replay=replay,
         )
 
     @property

@@ -19,6 +19,7 @@ import torch
 
 from mamba_kernels import build_chunk_layout
 from mamba_teach.cache.groups import CacheGroup
+from mamba_teach.cache.specs import MambaSpec
 from mamba_teach.model.metadata import (
     AttentionMetadata,
     LayerCache,
@@ -56,7 +57,7 @@ def warm_up(
             num_tokens = num_decodes + prefills * PREFILL_LENGTH
             if num_tokens == 0:
                 continue
-            decode = _decode(num_decodes, num_speculative_tokens, device)
+            decode = _decode(num_decodes, num_speculative_tokens, uses_replay(groups), device)
             prefill = _prefill(with_checkpoints, chunk_size, device) if prefills else None
             mamba = MambaMetadata(num_decodes, decode, prefill)
             attention = _attention(num_decodes, prefills, device)
@@ -69,11 +70,17 @@ def warm_up(
             model(torch.zeros(num_tokens, dtype=torch.long, device=device), metadata, used)
 
 
-def _decode(rows: int, k: int, device: torch.device) -> MambaDecode | None:
+def uses_replay(groups: Sequence[CacheGroup]) -> bool:
+    """Whether decode rows keep inputs instead of states."""
+    return any(isinstance(g.spec, MambaSpec) and g.spec.ring is not None for g in groups)
+
+
+def _decode(rows: int, k: int, replay: bool, device: torch.device) -> MambaDecode | None:
     """Decode rows of one token each, all on the null slot."""
     if rows == 0:
         return None
-    null = torch.zeros(rows, 1 + k, dtype=torch.int32, device=device)
+    null = torch.zeros(rows, 1 if replay else 1 + k, dtype=torch.int32, device=device)
+    ring = {name: null[:, 0].clone() for name in ("ring_rows", "ring_starts", "num_pending")}
     return MambaDecode(
         query_start_loc=torch.arange(rows + 1, dtype=torch.int32, device=device),
         conv_src_slots=null[:, 0].clone(),
@@ -81,6 +88,7 @@ def _decode(rows: int, k: int, device: torch.device) -> MambaDecode | None:
         ssm_src_slots=null,
         ssm_dst_slots=null,
         num_accepted_tokens=torch.ones(rows, dtype=torch.int32, device=device) if k else None,
+        **(ring if replay else {}),
     )
 
 

@@ -54,13 +54,16 @@ class Layers:
             conv_size, ssm_size = window_len * channels, self.pairs[0][1][0].numel()
             # All reads come first: no triple may see what another has written.
             moves = [
-                (dst, conv[c, offset * channels : conv_size].clone(), ssm[src, :ssm_size].clone())
+                (dst, conv[c, offset * channels : conv_size].clone(), ssm[src, :ssm_size].clone(),
+                 c > 0, src > 0)
                 for (src, dst, offset), c in zip(triples, conv_sources or [t[0] for t in triples])
-                if src > 0 and c > 0 and dst > 0
-            ]
-            for dst, window, state in moves:
-                conv[dst, : len(window)] = window
-                ssm[dst, :ssm_size] = state
+                if dst > 0
+            ]  # fmt: skip
+            for dst, window, state, has_window, has_state in moves:
+                if has_window:
+                    conv[dst, : len(window)] = window
+                if has_state:
+                    ssm[dst, :ssm_size] = state
         columns = torch.tensor(triples, dtype=dtype).reshape(-1, 3).T.contiguous()
         windows = None if conv_sources is None else torch.tensor(conv_sources, dtype=dtype)
         copy_states(self.pairs, *columns, conv_src_slots=windows, backend=backend)
@@ -116,7 +119,7 @@ def test_states_and_windows_from_different_slots(backend: str) -> None:
     """Tokens 14 .. 18 of a verify step, B = 8: the states are in slots 3 .. 6, one window in 3."""
     Layers().check([(4, 1, 1), (0, 2, 2)], backend, conv_sources=[3, 3])
     Layers().check([(5, 3, 2)], backend, conv_sources=[3])  # the live block: its window shifts
-    Layers().check([(5, 2, 2), (6, 7, 1)], backend, conv_sources=[0, -1])
+    Layers().check([(5, 2, 2), (6, 7, 1)], backend, conv_sources=[0, -1])  # states only
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
