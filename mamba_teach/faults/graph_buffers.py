@@ -13,7 +13,7 @@ from mamba_teach.faults.ghost_story import GhostStory
 from mamba_teach.faults.state_step import step_with_one_token_each
 from mamba_teach.model.metadata import MambaDecode
 from mamba_teach.runner.attention_metadata import AttentionMetadataBuilder
-from mamba_teach.runner.decode_buffers import DecodeBuffers
+from mamba_teach.runner.decode_buffers import DecodeBuffers, ReplaySlots
 from mamba_teach.runner.persistent_buffer import PersistentBuffer
 
 # Requests and tokens ------------------------------------------------------------------------------
@@ -27,9 +27,12 @@ def _rows_by_tokens(original: Any) -> Any:
         dst_slots: torch.Tensor,
         num_accepted_tokens: torch.Tensor | None,
         num_padded: int | None = None,
+        replay: ReplaySlots | None = None,
     ) -> MambaDecode:
         rows = int(query_start_loc[-1])
-        return original(self, query_start_loc, src_slots, dst_slots, num_accepted_tokens, rows)
+        return original(
+            self, query_start_loc, src_slots, dst_slots, num_accepted_tokens, rows, replay
+        )
 
     return refill
 
@@ -66,9 +69,10 @@ def _one_set_for_all(original: Any) -> Any:
     sets: dict[tuple[int, int], DecodeBuffers] = {}
 
     def decode_buffers(
-        group: str, max_num_seqs: int, k: int, device: torch.device
+        group: str, max_num_seqs: int, k: int, num_slots: int, device: torch.device
     ) -> DecodeBuffers:
-        return sets.setdefault((max_num_seqs, k), original(group, max_num_seqs, k, device))
+        made = original(group, max_num_seqs, k, num_slots, device)
+        return sets.setdefault((max_num_seqs, k), made)
 
     return decode_buffers
 
@@ -91,7 +95,7 @@ GROUPS_SHARE_BUFFERS = Exhibit(
     reported_in="vLLM issue 34865 / PR 34874",
     symptom="Garbage tokens or NaN from models with many Mamba layers, only in graphs or decoding.",
     before="return sets.setdefault((max_num_seqs, k), original(group, max_num_seqs, k, device))",
-    after="self.buffers = DecodeBuffers(group.name, config.max_num_seqs, k, device)",
+    after="self.buffers = DecodeBuffers(group.name, config.max_num_seqs, k, slots, device)",
     seam="mamba_teach.runner.mamba_metadata:DecodeBuffers",
     swap=_one_set_for_all,
     observe=_two_mamba_groups,
@@ -149,7 +153,7 @@ def _tail_as_it_was(original: Any) -> Any:
 
 
 def _dummy_step_behind_a_real_one() -> Finding:
-    buffers = DecodeBuffers("mamba 0", 3, 0, torch.device("cpu"))
+    buffers = DecodeBuffers("mamba 0", 3, 0, 1, torch.device("cpu"))
     starts = torch.arange(4, dtype=torch.int32)
     slots = torch.tensor([[1], [2], [3]], dtype=torch.int32)
     buffers.refill(starts, slots, slots, None)

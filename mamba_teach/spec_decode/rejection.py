@@ -11,7 +11,8 @@ Chen et al. 2023) for drafts that are proposed with certainty. There, a draft ``
 probability ``p(x)``, and otherwise another token is drawn from ``p`` without ``x``. Drawing one token
 from ``p`` and keeping the draft if it is that token does the same two things with the same
 probabilities. And since the ``i``-th token of a request is drawn with the ``i``-th of its random
-numbers, speculation changes not only nothing in the distribution, but nothing in the text.
+numbers, speculation changes not only nothing in the distribution, but nothing in the text (but where
+two tokens are so equally likely that rounding decides between them).
 """
 
 from __future__ import annotations
