@@ -50,6 +50,26 @@ def state_update(z: Sizes, R: int, T: int, a: int, s: int) -> int:
     return R * ((1 + T) * z.HPN * s + tokens)
 
 
+def ring_entry(z: Sizes, a: int) -> int:
+    """One input of the replay ring: x, B, and per head a step size and its decay in fp32."""
+    return (z.H * z.P + z.G * z.N) * a + 8 * z.H
+
+
+def replay_update(
+    z: Sizes, R: int, T: int, pending: int, flushed_rows: int, a: int, s: int
+) -> int:
+    """One state a row in, one out a row that flushes; the tokens' x, y, B, C and dt; the ring's
+    ``pending`` inputs (of all rows together) in, and the tokens' inputs out."""
+    tokens = T * (2 * z.H * z.P + 2 * z.G * z.N + z.H) * a
+    inputs = (pending + R * T) * ring_entry(z, a)
+    return (R + flushed_rows) * z.HPN * s + R * tokens + inputs
+
+
+def materialize(z: Sizes, M: int, states: int, inputs: int, layers: int, a: int, s: int) -> int:
+    """Per layer ``M`` checkpoints and ``inputs`` entries of the ring in, ``states`` states out."""
+    return layers * ((M + states) * z.HPN * s + inputs * ring_entry(z, a))
+
+
 def gated_norm(z: Sizes, L: int, a: int) -> int:
     """x and the gate in, y out."""
     return 3 * L * z.H * z.P * a
