@@ -103,6 +103,11 @@ class MambaCache:
     ssm: torch.Tensor
     ring: ReplayRing | None = None
 
+    @property
+    def pools(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What slots are numbers of."""
+        return self.conv, self.ssm
+
 
 @dataclass(frozen=True)
 class AttentionCache:
@@ -110,6 +115,11 @@ class AttentionCache:
 
     key: torch.Tensor
     value: torch.Tensor
+
+    @property
+    def pools(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What page numbers are numbers of."""
+        return self.key, self.value
 
 
 LayerMetadata = MambaMetadata | AttentionMetadata | None

@@ -87,6 +87,5 @@ def page_views(raw: torch.Tensor, spec: LayerSpec) -> tuple[torch.Tensor, torch.
 def poison_blocks(caches: list[LayerCache], blocks: list[int]) -> None:
     """Fill blocks with NaN in every layer: from now on, whoever reads one shows it."""
     for cache in caches:
-        for tensor in () if cache is None else vars(cache).values():
-            if isinstance(tensor, torch.Tensor):  # a ring has no blocks
-                tensor[blocks] = math.nan
+        for pool in () if cache is None else cache.pools:
+            pool[blocks] = math.nan

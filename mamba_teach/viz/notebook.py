@@ -12,16 +12,22 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from mamba_kernels.backend import choose_backend
+from mamba_teach.runner.graphs import resolve_graphs
 
 PNG_DPI = 120  # of the file; it is shown in the size that the figure asks for
 STAMP_GAP = 0.04  # inches
 
 
-def mode_line() -> str:
-    """Where the notebook runs, so that nobody takes a simulation for a measurement."""
+def mode_line(graphs: str = "off") -> str:
+    """Where the notebook runs, so that nobody takes a simulation for a measurement.
+
+    Args:
+        graphs: the engine's setting in the notebook; "auto" becomes what the device has.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     backend = choose_backend(torch.empty(0, device=device))
-    return f"device={device}  kernels={backend}  graphs=off"
+    kind = resolve_graphs(graphs, torch.device(device))
+    return f"device={device}  kernels={backend}  graphs={kind}"
 
 
 def show(figure: Figure, alt: str, stamp: str) -> None:

@@ -97,7 +97,7 @@ def bits_of(engine: Engine, blocks: list[int]) -> list[torch.Tensor]:
     return [
         tensor[blocks].clone().view(torch.int32)
         for cache in filter(None, engine.runner.caches)
-        for tensor in vars(cache).values()
+        for tensor in cache.pools
     ]
 
 
@@ -120,7 +120,7 @@ def evict(engine: Engine, block: int) -> None:
     """Make the pool forget one block, as if it had been handed out again."""
     engine.cache.pool._forget(block)
     for cache in filter(None, engine.runner.caches):
-        for tensor in vars(cache).values():
+        for tensor in cache.pools:
             tensor[block] = torch.nan
 
 
@@ -210,7 +210,7 @@ def test_states_after_a_hit_equal_those_without(pattern: str = "M*M-") -> None:
                 for g, group in enumerate(engine.cache.groups)
                 if group.spec.kind == "mamba"
                 for layer in group.layers
-                for tensor in vars(engine.runner.caches[layer]).values()
+                for tensor in engine.runner.caches[layer].pools
             ]
         )
     for cold, warm_ in zip(*finals):
@@ -267,7 +267,7 @@ def is_poisoned(engine: Engine, block: int) -> bool:
     return all(
         bool(tensor[block].isnan().all())
         for cache in filter(None, engine.runner.caches)
-        for tensor in vars(cache).values()
+        for tensor in cache.pools
     )
 
 

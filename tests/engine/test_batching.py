@@ -240,7 +240,7 @@ def poison(engine: Engine, fill: float) -> None:
     }
     unowned = [b for b in range(engine.cache.pool.num_blocks) if b not in owned]
     for layer_cache in filter(None, engine.runner.caches):
-        for tensor in vars(layer_cache).values():
+        for tensor in layer_cache.pools:
             tensor[unowned] = fill
 
 

@@ -86,7 +86,7 @@ def step(engine: Engine, fill: float = NAN) -> dict[str, list[int]]:
     keys = {b: pool.key_of(b) for b in range(pool.num_blocks)}
     rubbish = [b for b, key in keys.items() if key is None and pool.num_owners(b) == 0]
     for cache in filter(None, engine.runner.caches):
-        for tensor in vars(cache).values():
+        for tensor in cache.pools:
             tensor[rubbish] = fill
     published = [b for b, key in keys.items() if key is not None]
     before, start = bits_of(engine, published), len(engine.events)

@@ -51,12 +51,12 @@ def test_warm_up_touches_nothing() -> None:
     with override_backend("torch"):
         engine = engine_for("all")
     for cache in filter(None, engine.runner.caches):
-        for tensor in vars(cache).values():
+        for tensor in cache.pools:
             tensor.fill_(torch.nan)
-    before = [t.clone() for c in filter(None, engine.runner.caches) for t in vars(c).values()]
+    before = [t.clone() for c in filter(None, engine.runner.caches) for t in c.pools]
     with override_backend("triton"), count_launches() as count:
         warm_up(engine.model, engine.cache.groups, engine.runner.caches, 64)
-    after = [t for c in filter(None, engine.runner.caches) for t in vars(c).values()]
+    after = [t for c in filter(None, engine.runner.caches) for t in c.pools]
     bits = [(a.view(torch.int32), b.clone().view(torch.int32)) for a, b in zip(before, after)]
     assert all(torch.equal(a, b) for a, b in bits)
     assert count.total > 0
