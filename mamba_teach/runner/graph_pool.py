@@ -6,7 +6,9 @@ nobody holds its tensor any more, and the next one that fits takes its place: th
 intermediates serves the next layer too. Graphs that are never replayed at the same time can share a
 pool; what a graph *returns* stays taken as long as somebody holds it.
 
-This is what torch's allocator does for CUDA graphs, small enough to be looked at.
+This is what torch's allocator does for CUDA graphs, small enough to be looked at. On a CPU a tensor of
+the pool keeps the memory it lies in; on a GPU, where the recorder is only there to be compared with a
+real graph, the pool must outlive its tensors.
 """
 
 from __future__ import annotations
@@ -74,8 +76,12 @@ class GraphPool:
         segment, start = self._first_gap(size)
         self.num_reused += start < self._highest[segment]
         self._highest[segment] = max(self._highest[segment], start + size)
-        address = self.segments[segment].data_ptr() + start
-        storage = storage_at(address, self.device, num_bytes)
+        raw = self.segments[segment]
+        if self.device.type == "cpu":  # a buffer of Python's is kept alive by the storage over it
+            piece = torch.frombuffer(raw.numpy()[start : start + size], dtype=torch.uint8)
+            storage = piece.untyped_storage()
+        else:
+            storage = storage_at(raw.data_ptr() + start, self.device, num_bytes)
         self.blocks.append(PoolBlock(segment, start, size, StorageWeakRef(storage)))
         return storage
 

@@ -122,7 +122,8 @@ class RecordedGraph:
         """Run an operation and note it; returns its result, in the graph's memory."""
         if why := refusal(func, args, kwargs):
             raise GraphCaptureError(f"{func} during capture: {why}")
-        frozen_args, frozen_kwargs = map_tensors(self._freeze, (args, kwargs))
+        freeze = self._freeze_number if func is torch.ops.aten.copy_.default else self._freeze
+        frozen_args, frozen_kwargs = map_tensors(freeze, (args, kwargs))
         given = tensors_in((args, kwargs))
         owners = {t.untyped_storage()._cdata for t in given}
         made: list[torch.Tensor] = []
@@ -137,11 +138,13 @@ class RecordedGraph:
         in_place = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
         if made or in_place:
             outputs = [self._freeze(tensor) for tensor in made]
-            written = made or [
-                value
-                for argument, value in zip(func._schema.arguments, args)
-                if argument.is_write and isinstance(value, torch.Tensor)
-            ]
+            written = made or tensors_in(
+                [
+                    args[i] if i < len(args) else kwargs.get(argument.name)
+                    for i, argument in enumerate(func._schema.arguments)
+                    if argument.is_write
+                ]
+            )
             run = self._operation_again(func, frozen_args, frozen_kwargs, outputs)
             self._note(str(func), "op", given, written, made, run)
         return result
@@ -194,11 +197,18 @@ class RecordedGraph:
         shape = tuple(made[0].shape) if made else None
         self.nodes.append(GraphNode(name, kind, reads, writes, shape, run))
 
+    def _freeze_number(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A number on the host, as in ``x[0] = 5.0``, is frozen by value, like any Python number."""
+        if tensor.dim() == 0 and tensor.device.type == "cpu" and not self.pool.owns(tensor.data_ptr()):
+            return tensor.clone()
+        return self._freeze(tensor)
+
     def _freeze(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory as ``tensor``, by its address, without keeping it alive."""
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
-        if not self.pool.owns(address) and address not in self._alive:
+        is_ours = self.pool.owns(address) or storage.nbytes() == 0
+        if not is_ours and address not in self._alive:
             self._alive[address] = StorageWeakRef(storage)
             self.inputs[address] = storage.nbytes()
         known = self._storages.get(address)

@@ -31,7 +31,8 @@ HOST_READS: dict[Any, str] = {
     torch.Tensor.cpu: SYNC,
     torch.tensor: FROM_HOST,
     torch.as_tensor: FROM_HOST,
-    torch.from_numpy: FROM_HOST,
+    torch.asarray: FROM_HOST,
+    torch.Tensor.new_tensor: FROM_HOST,
 }
 
 #: Operations whose result is memory and no values: nothing to do at replay.

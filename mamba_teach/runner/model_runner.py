@@ -91,6 +91,7 @@ class ModelRunner:
             k = config.num_speculative_tokens
             with collect_variants() as warmed:
                 warm_up(model, groups, self.caches, chunk_size, num_speculative_tokens=k)
+                self.state_index.warm_up()
         self.graphs: DecodeGraphs | None = None
         if (kind := resolve_graphs(config.graphs, device)) != "off":
             sizes = config.graph_capture_sizes or default_sizes(config.max_num_seqs)

@@ -108,6 +108,19 @@ class ReplayIndex:
         ring = self._groups[0][1][0][1]
         self.capacity, self.max_query_len, self.length = ring.capacity, ring.max_query_len, ring.length
 
+    def warm_up(self) -> None:
+        """Launch what a step's end may launch, on the null slot."""
+        for _, layers in self._groups:
+            null = torch.zeros(1, dtype=torch.int32, device=layers[0][0].device)
+            self._materialize(
+                layers,
+                src_slots=null,
+                ring_rows=null,
+                ring_starts=null,
+                num_inputs=null[:, None],
+                dst_slots=null[:, None],
+            )
+
     def cleanup(self, request_ids: Iterable[str]) -> None:
         """Forget requests that lost their blocks."""
         for request_id in request_ids:

@@ -81,6 +81,14 @@ class StateIndex:
             if isinstance(cache, MambaCache)
         ]
 
+    def warm_up(self) -> None:
+        """Launch what a step's end may launch, on the null slot: nothing is to be compiled then."""
+        if self.replay is not None:
+            self.replay.warm_up()
+        if self.mamba_prev_last_scheduled_idx is not None and self._states:
+            null = torch.zeros(1, dtype=torch.int32, device=self._states[0][0].device)
+            copy_states(self._states, null, null, null, conv_src_slots=null.clone())
+
     def cleanup_mamba_state_idx(self, request_ids: Iterable[str]) -> None:
         """Forget requests that lost their blocks: finished, preempted, or preempted and resumed."""
         request_ids = list(request_ids)

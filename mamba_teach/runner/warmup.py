@@ -14,6 +14,7 @@ begin on an aligned address.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 
@@ -30,7 +31,7 @@ from mamba_teach.model.metadata import (
 )
 from mamba_teach.runner.served_model import ServedModel
 
-PREFILL_LENGTH = 5
+PREFILL_LENGTHS = (5, 8)  # rows that begin on an unaligned address, and on an aligned one
 
 
 @torch.inference_mode()
@@ -53,14 +54,14 @@ def warm_up(
     """
     device = model.device
     for num_decodes in (0, 1, 2):
-        for prefills, with_checkpoints in ((0, False), (1, False), (1, True)):
-            num_tokens = num_decodes + prefills * PREFILL_LENGTH
+        for length, with_checkpoints in ((0, False), *product(PREFILL_LENGTHS, (False, True))):
+            num_tokens = num_decodes + length
             if num_tokens == 0:
                 continue
             decode = _decode(num_decodes, num_speculative_tokens, uses_replay(groups), device)
-            prefill = _prefill(with_checkpoints, chunk_size, device) if prefills else None
+            prefill = _prefill(length, with_checkpoints, chunk_size, device) if length else None
             mamba = MambaMetadata(num_decodes, decode, prefill)
-            attention = _attention(num_decodes, prefills, device)
+            attention = _attention(num_decodes, length, device)
             metadata: list[LayerMetadata] = [None] * len(caches)
             used: list[LayerCache] = [None] * len(caches)  # attention gets none: it writes no page
             for group in groups:
@@ -92,9 +93,11 @@ def _decode(rows: int, k: int, replay: bool, device: torch.device) -> MambaDecod
     )
 
 
-def _prefill(with_checkpoints: bool, chunk_size: int, device: torch.device) -> MambaPrefill:
+def _prefill(
+    length: int, with_checkpoints: bool, chunk_size: int, device: torch.device
+) -> MambaPrefill:
     """One prefill row that keeps nothing."""
-    starts = torch.tensor([0, PREFILL_LENGTH], dtype=torch.int32)
+    starts = torch.tensor([0, length], dtype=torch.int32)
     none = torch.zeros(1, dtype=torch.int32)
     checkpoints = torch.tensor([[0, 2, 0]], dtype=torch.int32) if with_checkpoints else None
     layout = build_chunk_layout(starts, none, chunk_size, checkpoints)
@@ -109,9 +112,9 @@ def _prefill(with_checkpoints: bool, chunk_size: int, device: torch.device) -> M
     )
 
 
-def _attention(num_decodes: int, prefills: int, device: torch.device) -> AttentionMetadata:
+def _attention(num_decodes: int, length: int, device: torch.device) -> AttentionMetadata:
     """Attention runs on torch's kernels, which need no warming; without a cache it keeps nothing."""
-    lengths = torch.tensor([1] * num_decodes + [PREFILL_LENGTH] * prefills, device=device)
+    lengths = torch.tensor([1] * num_decodes + [length] * (length > 0), device=device)
     starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     return AttentionMetadata(
         query_start_loc=starts,
