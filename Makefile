@@ -13,7 +13,7 @@ PIP_INSTALL  = $(PY) -m pip install -qq --disable-pip-version-check \
 say          = @printf '\n== %s\n'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab demo test test-long test-browser train lint format notebooks gpu-check tune clean distclean
+.PHONY: help setup lab demo test test-long test-browser train lint format notebooks site gpu-check tune accuracy clean distclean
 
 help:  ## print this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -81,6 +81,17 @@ notebooks: setup  ## run notebooks from clean kernels and save their outputs (NB
 	$(say) "running notebooks"
 	@$(PY) tools/run_notebooks.py $(NB)
 
+site: setup  ## the course as web pages in site/: no server, no network (SITE_ARGS=... for its options)
+	@$(PIP_INSTALL) -e '.[dev,site]' -c constraints.txt
+	$(say) "building the pages"
+	@$(PY) tools/build_site.py $(SITE_ARGS)
+	$(say) "checking them"
+	@$(PY) -m pytest -q tests/site
+
+accuracy: setup  ## 500 problems in every mode, with and without drafts and graphs: the same tokens?
+	$(say) "comparing modes on held-out problems"
+	@$(PY) benchmarks/accuracy_matrix.py $(ACCURACY_ARGS)
+
 gpu-check: setup  ## kernels and engine checked and timed on a GPU (GPU_CHECK_ARGS=... for its options)
 	$(say) "checking on the GPU"
 	@$(PY) benchmarks/gpu_check.py $(GPU_CHECK_ARGS)
@@ -90,7 +101,7 @@ tune: setup  ## measure launch configurations on a GPU and rewrite the tuning ta
 	@$(PY) tools/tune.py $(TUNE_ARGS)
 
 clean:  ## remove caches and build output
-	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov
+	@rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov
 	@find . -path './$(VENV)' -prune -o -type d \( -name __pycache__ -o -name .ipynb_checkpoints \) \
 	  -prune -exec rm -rf {} +
 

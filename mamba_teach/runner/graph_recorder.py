@@ -122,8 +122,13 @@ class RecordedGraph:
         """Run an operation and note it; returns its result, in the graph's memory."""
         if why := refusal(func, args, kwargs):
             raise GraphCaptureError(f"{func} during capture: {why}")
-        freeze = self._freeze_number if func is torch.ops.aten.copy_.default else self._freeze
-        frozen_args, frozen_kwargs = map_tensors(freeze, (args, kwargs))
+        frozen_args, frozen_kwargs = map_tensors(self._freeze, (args, kwargs))
+        if func is torch.ops.aten.copy_.default and is_host_number(args[1]):
+            # As in x[0] = 5.0: frozen by value, like any Python number.
+            address = args[1].untyped_storage().data_ptr()
+            self._alive.pop(address, None)
+            self.inputs.pop(address, None)
+            frozen_args = (frozen_args[0], args[1].clone(), *frozen_args[2:])
         given = tensors_in((args, kwargs))
         owners = {t.untyped_storage()._cdata for t in given}
         made: list[torch.Tensor] = []
@@ -197,12 +202,6 @@ class RecordedGraph:
         shape = tuple(made[0].shape) if made else None
         self.nodes.append(GraphNode(name, kind, reads, writes, shape, run))
 
-    def _freeze_number(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A number on the host, as in ``x[0] = 5.0``, is frozen by value, like any Python number."""
-        if tensor.dim() == 0 and tensor.device.type == "cpu" and not self.pool.owns(tensor.data_ptr()):
-            return tensor.clone()
-        return self._freeze(tensor)
-
     def _freeze(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory as ``tensor``, by its address, without keeping it alive."""
         storage = tensor.untyped_storage()
@@ -243,6 +242,12 @@ class _HostReads(TorchFunctionMode):
         if not self.paused and func in HOST_READS:
             raise GraphCaptureError(f"{func.__name__} during capture: {HOST_READS[func]}")
         return func(*args, **(kwargs or {}))
+
+
+def is_host_number(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a single number of its own on the host, not a view into something."""
+    size = tensor.untyped_storage().nbytes()
+    return tensor.dim() == 0 and tensor.device.type == "cpu" and size == tensor.element_size()
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
