@@ -89,6 +89,11 @@ class GhostModel:
             drafts.append(guesses)
         return drafts
 
+    @property
+    def rows(self) -> Sequence[ScheduledRow]:
+        """Of the step that runs, or ran last."""
+        return self._memory.rows
+
     def watch_step(self, rows: Sequence[ScheduledRow]) -> None:
         """Learn who is in the batch, and so what every state must be."""
         self._memory.rows = rows

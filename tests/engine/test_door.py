@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from support.models import random_prompt, toy_config, toy_model
 
 from mamba_teach import Engine, EngineConfig, HybridModel, RequestRefused, SamplingParams
 from mamba_teach.cache.block_pool import BlockPool
 from mamba_teach.model.hybrid import initialize
+from mamba_teach.runner.pages import allocate_pages
 
 
 def engine_for(**settings: object) -> Engine:
@@ -219,3 +221,9 @@ def test_settings_that_cannot_work_are_refused(settings: dict, message: str) -> 
 def test_a_block_too_small_for_a_state_is_refused_with_the_size_that_would_do() -> None:
     with pytest.raises(ValueError, match=r"block_size=8: .* at least 16 tokens"):
         engine_for(block_size=8)
+
+
+def test_a_cache_larger_than_memory_is_refused_with_its_size() -> None:
+    groups = engine_for().cache.groups
+    with pytest.raises(MemoryError, match=r"10000000000000000 blocks of .* GB; lower max_num_seqs"):
+        allocate_pages(groups, 4, 10**16, torch.device("cpu"))

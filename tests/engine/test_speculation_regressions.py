@@ -41,7 +41,7 @@ class WatchedGhost(GhostModel):
 
     def decode_ids(self) -> list[str]:
         """Requests of the step's decode rows."""
-        return [row.request.request_id for row in self._rows if row.is_decode]
+        return [row.request.request_id for row in self.rows if row.is_decode]
 
 
 def decode_of(metadata: Sequence[LayerMetadata], layer: int) -> MambaDecode | None:
@@ -157,7 +157,7 @@ def test_updates_go_through_the_groups_own_persistent_buffer() -> None:
 
     def watch(metadata: Sequence[LayerMetadata]) -> None:
         ids = model.decode_ids()
-        rows = [row for row in model._rows if row.is_decode]
+        rows = [row for row in model.rows if row.is_decode]
         batches.add(len(ids))
         for i, group in groups.items():
             given = {layer: decode_of(metadata, layer) for layer in group.layers}

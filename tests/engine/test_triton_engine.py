@@ -8,8 +8,10 @@ import pytest
 import torch
 from support.models import NEAR_TIE, greedy_gap, random_prompt, toy_model
 
+from mamba_kernels import tuning
 from mamba_kernels.backend import override_backend
 from mamba_kernels.checks import debug_checks
+from mamba_kernels.chunk_scan_launch import override_form
 from mamba_kernels.launch import collect_variants, count_launches
 from mamba_teach import Engine, EngineConfig, SamplingParams
 from mamba_teach.model.metadata import MambaCache, MambaDecode, MambaMetadata
@@ -47,6 +49,21 @@ def test_same_tokens_and_every_variant_was_warmed(mode: str) -> None:
         assert greedy_gap(engine.model, prompt, list(output.token_ids)) <= NEAR_TIE
 
 
+def test_both_forms_of_the_scan_are_warmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The toy's scan has 4 programs a row; a GPU with 7 multiprocessors shall want two rows."""
+    monkeypatch.setattr(tuning, "PROGRAMS_TO_FILL", (("any", 7),))
+    with override_backend("triton"):
+        with collect_variants() as warmed:
+            engine = engine_for("all")
+        for lengths, scans in (([20], "chunk_scan_kernel"), ([9, 9], "fused_scan_kernel")):
+            for n in lengths:
+                engine.add_request(random_prompt(n, seed=n), SamplingParams(max_tokens=1))
+            with collect_variants() as used:
+                engine.step()
+            assert scans in {v.kernel_name for v in used}
+            assert used <= warmed, f"compiled in the middle of a step: {used - warmed}"
+
+
 def test_warm_up_touches_nothing() -> None:
     with override_backend("torch"):
         engine = engine_for("all")
@@ -62,16 +79,17 @@ def test_warm_up_touches_nothing() -> None:
     assert count.total > 0
 
 
-def test_launches_per_layer_are_those_of_the_table() -> None:
-    # kernels/README.md: 3 per Mamba layer for decode; 5 for prefill. The model has two such layers.
-    with override_backend("triton"):
+@pytest.mark.parametrize("form, launches", [("fused", 3), ("chunks", 5)])
+def test_launches_per_layer_are_those_of_the_table(form: str, launches: int) -> None:
+    # kernels/README.md: 3 per Mamba layer for decode; 3 or 5 for prefill. The model has two of them.
+    with override_backend("triton"), override_form(form):
         engine = engine_for("all", max_num_batched_tokens=64)
         engine.add_request(random_prompt(20, seed=1), SamplingParams(max_tokens=3))
         with count_launches() as prefill:
             engine.step()
         with count_launches() as decode:
             engine.step()
-    assert prefill.total == 2 * 5
+    assert prefill.total == 2 * launches
     assert decode.total == 2 * 3
 
 

@@ -47,7 +47,7 @@ TORCH_FREE = ["config", "events", "cache", "scheduler", "request"]
 TORCH_AND_ITS_USERS = {"torch", "triton", "transformers", "mamba_kernels"}
 
 # Watchers of the engine: they may import it, and it never knows of them.
-FRONT_ONLY = ["viz", "faults", "ghost"]
+FRONT_ONLY = ["viz", "faults", "ghost", "exercises", "two_clocks"]
 FRONT = ["mamba_teach/__init__.py", "mamba_teach/__main__.py", "mamba_teach/demo.py"]
 
 SOURCE_FOLDERS = ["mamba_teach", "kernels", "tools", "benchmarks"]
