@@ -55,9 +55,7 @@ def ring_entry(z: Sizes, a: int) -> int:
     return (z.H * z.P + z.G * z.N) * a + 8 * z.H
 
 
-def replay_update(
-    z: Sizes, R: int, T: int, pending: int, flushed_rows: int, a: int, s: int
-) -> int:
+def replay_update(z: Sizes, R: int, T: int, pending: int, flushed_rows: int, a: int, s: int) -> int:
     """One state a row in, one out a row that flushes; the tokens' x, y, B, C and dt; the ring's
     ``pending`` inputs (of all rows together) in, and the tokens' inputs out."""
     tokens = T * (2 * z.H * z.P + 2 * z.G * z.N + z.H) * a
@@ -101,3 +99,11 @@ def chunk_scan(z: Sizes, L: int, c: int, a: int) -> int:
 def whole_scan(z: Sizes, L: int, R: int, c: int, K: int, a: int, s: int) -> int:
     """The three kernels of ``mamba_chunk_scan`` together."""
     return chunk_state(z, L, c, a) + pass_states(z, R, c, K, s) + chunk_scan(z, L, c, a)
+
+
+def fused_scan(z: Sizes, L: int, R: int, K: int, a: int, s: int) -> int:
+    """x, B, C, dt in and y out, ``R`` initial states in, ``K`` kept ones out; no state of a chunk.
+
+    B and C count once: they are in the L2 cache when the other heads of their group ask for them.
+    """
+    return L * (2 * z.H * z.P + 2 * z.G * z.N + z.H) * a + (R + K) * z.HPN * s

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from mamba_teach.cache.coordinator import CacheCoordinator
 from mamba_teach.cache.mode import CacheMode
+from mamba_teach.cache.specs import MambaSpec
 from mamba_teach.config import EngineConfig, ModelConfig
 
 STATE_BLOCKS = {
@@ -58,6 +59,7 @@ class EngineSummary:
         groups, pool = cache.groups, cache.pool
         by_kind = {group.spec.kind: group.spec for group in groups}
         attention, mamba = by_kind.get("attention"), by_kind.get("mamba")
+        assert mamba is None or isinstance(mamba, MambaSpec)
         lines = [
             ("device", device, f"asked for {engine.device!r}"),
             ("dtype", engine.dtype, f"SSM states are {engine.ssm_state_dtype}"),
@@ -70,13 +72,16 @@ class EngineSummary:
             lines.append(("block size", f"{attention.block_size} tokens", why))
         if mamba:
             padding = mamba.page_size_bytes - mamba.content_bytes
-            kept, k = mamba.max_blocks_for(engine.max_model_len), engine.num_speculative_tokens
+            kept, k = mamba.max_blocks_for(engine.max_model_len), mamba.num_speculative_blocks
             scratch = f", {k} of them for drafts" if k else ""
             lines += [
                 ("state", f"{mamba.content_bytes} bytes", f"per layer; {padding} bytes of padding"),
                 ("state block", f"{mamba.block_size} tokens", STATE_BLOCKS[mode.effective]),
                 ("states per request", f"{kept}", f"at most, in each Mamba group{scratch}"),
             ]
+        if mamba and mamba.ring is not None:
+            why = f"{mamba.ring.capacity} inputs per layer and request, and one step more"
+            lines.append(("ring", f"{mamba.ring.num_bytes} bytes", why))
         page, positions = groups[0].spec.page_size_bytes, max(len(g.layers) for g in groups)
         longest = cache.max_blocks_for(engine.max_model_len)
         largest = sum(

@@ -127,7 +127,8 @@ def replay_state_update(
     for name, slots in (("src_slots", src_slots), ("dst_slots", dst_slots)):
         check_slots(name, slots, (num_rows,), ssm_state)
     check_slots("ring_rows", ring_rows, (num_rows,), ring.x)
-    _check_cursors(ring, num_rows, ring_starts, num_pending)
+    _check_cursors(ring, {"ring_starts": (ring_starts, (num_rows,), ring.length - 1),
+                          "num_pending": (num_pending, (num_rows,), ring.capacity)})  # fmt: skip
     if x.shape[0] == 0 or num_rows == 0:
         return torch.zeros_like(x)
     run = _replay_state_update_torch
@@ -166,15 +167,17 @@ def materialize_states(
     ssm_state, ring = layers[0]
     rows = len(src_slots)
     for layer, (state, other) in enumerate(layers):
+        parts = (state, other.x, other.B, other.dt, other.log_decay)
+        firsts = (ssm_state, ring.x, ring.B, ring.dt, ring.log_decay)
         same = [t.shape == f.shape and t.stride() == f.stride() and t.dtype == f.dtype for t, f in
-                zip((state, other.x, other.B), (ssm_state, ring.x, ring.B))]  # fmt: skip
+                zip(parts, firsts)]  # fmt: skip
         if not all(same):
             raise ValueError(f"layers[{layer}]: shapes, strides or dtypes differ from layer 0's")
     check_slots("src_slots", src_slots, (None,), ssm_state)
     check_slots("ring_rows", ring_rows, (rows,), ring.x)
     check_slots("dst_slots", dst_slots, (rows, None), ssm_state)
-    check_tensor("num_inputs", num_inputs, dst_slots.shape, dtypes=INT_DTYPES, like=ssm_state,
-                 unit_stride=True)  # fmt: skip
+    _check_cursors(ring, {"ring_starts": (ring_starts, (rows,), ring.length - 1),
+                          "num_inputs": (num_inputs, dst_slots.shape, ring.capacity)})  # fmt: skip
     run = _materialize_states_torch
     if choose_backend(ssm_state, backend) == "triton":
         run = materialize_states_triton
@@ -217,13 +220,12 @@ def _check(
 
 
 def _check_cursors(
-    ring: ReplayRing, num_rows: int, ring_starts: torch.Tensor, num_pending: torch.Tensor
+    ring: ReplayRing, cursors: dict[str, tuple[torch.Tensor, Sequence[int], int]]
 ) -> None:
-    for name, values, most in (
-        ("ring_starts", ring_starts, ring.length - 1), ("num_pending", num_pending, ring.capacity),
-    ):  # fmt: skip
-        check_tensor(name, values, (num_rows,), dtypes=INT_DTYPES, like=ring.x, unit_stride=True)
-        if debug_enabled() and num_rows:
+    """Shapes of *name -> (values, shape, most)*; in debug also that each is in ``0 .. most``."""
+    for name, (values, shape, most) in cursors.items():
+        check_tensor(name, values, shape, dtypes=INT_DTYPES, like=ring.x, unit_stride=True)
+        if debug_enabled() and values.numel():
             low, high = int(values.min()), int(values.max())
             if low < 0 or high > most:
                 raise ValueError(f"{name} holds {low if low < 0 else high}; allowed: 0 .. {most}")

@@ -107,14 +107,15 @@ class CacheCoordinator:
         for manager, blocks in zip(self.managers, hits, strict=True):
             manager.tables[rid] = list(blocks)
         touched = [block for blocks in hits for block in blocks if block != NULL_BLOCK_ID]
-        # A hit block that waits in the free list is no longer free once it is touched.
-        waiting = sum(self.pool.num_owners(block) == 0 for block in touched)
         missing = self._missing(request, hit, hit + num_tokens, 0)
-        needed = sum(
-            manager.prefill_need(hit, request.num_tokens, budget, len(columns))
-            for manager, columns in zip(self.managers, missing, strict=True)
-        )
-        if waiting + needed > self.pool.num_free:
+        needed = 0
+        for manager, blocks, columns in zip(self.managers, hits, missing, strict=True):
+            # A hit block that waits in the free list is no longer free once it is touched.
+            waiting = sum(b != NULL_BLOCK_ID and self.pool.num_owners(b) == 0 for b in blocks)
+            needed += manager.prefill_need(
+                hit, request.num_tokens, budget, waiting + len(columns)
+            )
+        if needed > self.pool.num_free:
             for manager in self.managers:
                 del manager.tables[rid]
             return False

@@ -60,7 +60,7 @@ class GroupManager:
             hit: tokens it starts behind.
             known: tokens it has.
             budget: tokens of a chunk at most.
-            missing: columns that its first chunk needs.
+            missing: free blocks that its first chunk takes, for new columns and as hits.
         """
         return missing
 

@@ -3,9 +3,10 @@
 A Hypothesis state machine drives an engine over the ghost model: arrivals with shared, nested and
 unrelated prefixes, steps under small budgets, aborts, forced preemption, cache resets, pools so small
 that blocks are evicted all the time, and drafts: none or up to 5, from three kinds of proposers, right
-and wrong, in blocks that hold fewer tokens than a step checks. The ghost checks every read of a state,
-a window or a key; the machine checks the books after every step, how many blocks are held, and every
-published block against the prefix it stands for.
+and wrong, in blocks that hold fewer tokens than a step checks; a state per token or replayed inputs,
+in rings that are full after a step or after many; eager steps or recorded graphs. The ghost checks every
+read of a state, a window, a key or a pending input; the machine checks the books after every step, how
+many blocks are held, and every published block against the prefix it stands for.
 """
 
 from __future__ import annotations
@@ -23,12 +24,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from support.ghost_checks import PublishedStates, assert_few_blocks, drafts_with, watch_blocks
 
 from mamba_teach import Engine, EngineConfig, GhostModel, SamplingParams, reduce
-from mamba_teach.events import BlockPublished, PrefixHit, RowScheduled
+from mamba_teach.cache import specs
+from mamba_teach.events import (
+    BlockPublished,
+    Event,
+    PrefixHit,
+    RowScheduled,
+    StateAccess,
+    StepDispatched,
+)
 from mamba_teach.ghost import GhostError
 from mamba_teach.spec_decode.scripted_proposer import ScriptedProposer
 
 LONGEST = 96
-EXAMPLES = 5000 if settings.get_current_profile_name() == "long" else 480
+EXAMPLES = 5000 if settings.get_current_profile_name() == "long" else 440
 happened: Counter[str] = Counter()  # steps, and events by kind, of all machines
 
 
@@ -41,13 +50,16 @@ class GhostMachine(RuleBasedStateMachine):
         layers=st.sampled_from(["MM*M", "M*", "MMM", "**", "MM*MM*M-"]),
         budget=st.integers(4, 60),
         seqs=st.integers(1, 4),
-        spare=st.integers(0, 20),
+        spare=st.sampled_from([0, 0, 1, 2, 3, 5, 10, 20]),
         k=st.sampled_from([0, 1, 2, 3, 5]),
         drafter=st.sampled_from([0.0, 0.3, 0.7, 1.0, "script", "ngram"]),
+        spec_state=st.sampled_from(["slots", "replay"]),
+        capacity=st.sampled_from([1, 4, 7, 16]),
+        graphs=st.sampled_from(["off", "record"]),
     )
     def start(
         self, mode: str, block_size: int, layers: str, budget: int, seqs: int, spare: int, k: int,
-        drafter: float | str,
+        drafter: float | str, spec_state: str, capacity: int, graphs: str,
     ) -> None:  # fmt: skip
         if "*" in layers:  # a page of 2 keys cannot hold the ghost's state and a wide window
             block_size = max(block_size, 3)
@@ -59,14 +71,19 @@ class GhostMachine(RuleBasedStateMachine):
             mamba_cache_mode=mode, block_size=block_size, max_num_seqs=seqs, max_model_len=LONGEST,
             max_num_batched_tokens=max(budget, seqs * (1 + k)), num_speculative_tokens=k,
             speculative_method="ngram" if drafter == "ngram" else None, poison=True, device="cpu",
+            spec_state=spec_state,
         )  # fmt: skip
-        probe = Engine(self.model, EngineConfig(**config))  # type: ignore[arg-type]
-        most = probe.cache.max_blocks_for(LONGEST)
-        self.engine = Engine(
-            self.model,
-            EngineConfig(num_blocks=1 + most + spare, **config),  # type: ignore[arg-type]
-            proposer=ScriptedProposer(self.uneven_drafts) if k and drafter == "script" else None,
-        )
+        proposer = ScriptedProposer(self.uneven_drafts) if k and drafter == "script" else None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(specs, "RING_CAPACITY", capacity)  # of a step at least
+            probe = Engine(self.model, EngineConfig(**config))  # type: ignore[arg-type]
+            most = probe.cache.max_blocks_for(LONGEST)
+            if graphs == "record":  # of as many requests as can decode at once
+                decoding = sum(g.spec.min_blocks_for_decode() for g in probe.cache.groups)
+                config |= {"graphs": graphs}
+                config |= {"graph_capture_sizes": (min(seqs, (most + spare) // decoding),)}
+            config |= {"num_blocks": 1 + most + spare}
+            self.engine = Engine(self.model, EngineConfig(**config), proposer=proposer)  # type: ignore[arg-type]
         watch_blocks(self.engine)
         self.prompts: dict[str, list[int]] = {}
         self.expected: dict[str, list[int]] = {}
@@ -103,12 +120,22 @@ class GhostMachine(RuleBasedStateMachine):
             assert ("RowScheduled" in kinds) == had_work, "a step with work to do did none"
             happened["steps"] += had_work
             happened.update(kinds)
+            self.count_graphs_and_checkpoints(self.engine.events[start:])
             for output in outputs:
                 expected = self.expected[output.request_id][: len(output.token_ids)]
                 assert list(output.token_ids) == expected
             assert_consistent(self.engine)
             assert_few_blocks(self.engine)
             self.published.check()
+
+    def count_graphs_and_checkpoints(self, of_step: list[Event]) -> None:
+        decodes = {
+            e.request_id for e in of_step if isinstance(e, RowScheduled) and e.kind == "decode"
+        }
+        for event in of_step:
+            happened["graph"] += isinstance(event, StepDispatched) and event.path == "graph"
+            if self.engine.config.spec_state == "replay" and isinstance(event, StateAccess):
+                happened["checkpoint"] += event.request_id in decodes and bool(event.writes)
 
     @rule(which=st.integers(0, 3))
     def abort(self, which: int) -> None:
@@ -155,7 +182,8 @@ def test_the_machine_ran_long_enough() -> None:
     if not happened:
         pytest.skip("the state machine did not run in this process")
     assert happened["steps"] >= 10_000
-    for kind in ("PrefixHit", "BlockEvicted", "RequestPreempted", "DraftsVerified", "StateCopied"):
+    for kind in ("PrefixHit", "BlockEvicted", "RequestPreempted", "DraftsVerified", "StateCopied",
+                 "graph", "checkpoint"):  # fmt: skip
         assert happened[kind] >= 100, happened
 
 

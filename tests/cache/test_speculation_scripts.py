@@ -3,7 +3,8 @@
 A verify step of a request is two numbers: how many drafts it checks, and how many tokens it keeps. With
 2 drafts at most there are 6 such pairs, so 1296 scripts of four steps. All of them run, shuffled, as
 concurrent requests of one engine, from prompts that end everywhere around a boundary, in blocks that
-hold more and fewer tokens than a step checks, in all cache modes.
+hold more and fewer tokens than a step checks, in all cache modes: with a state per token, and with a
+ring of inputs that is full after every step or two.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ from support.ghost_checks import (
     watch_blocks,
 )
 
+from mamba_teach.cache import specs
 from mamba_teach.events import (
     BlockPublished,
     DraftsVerified,
+    Event,
     RequestFinished,
     RequestPreempted,
+    RowScheduled,
+    StateAccess,
     StateCopied,
 )
 
@@ -46,6 +51,13 @@ PLACES = [
     for mode in ("none", "align", "all")
     if mode != "none" or size == 4  # there, a block is the whole request anyway
 ]
+# Where replay may be at its most different: no boundary at all, one at most a step, several a step. A
+# ring of 4 inputs cannot wait for a second step of 3.
+REPLAYED = [
+    ("none", "M*", 4, 8), ("align", "M*", 4, 7), ("all", "M*", 4, 9), ("align", "MM", 2, 8),
+    ("all", "M", 1, 8),
+]  # fmt: skip
+CASES = [(*place, "slots") for place in PLACES] + [(*place, "replay") for place in REPLAYED]
 
 
 def test_there_are_as_many_scripts_as_there_should_be() -> None:
@@ -54,11 +66,14 @@ def test_there_are_as_many_scripts_as_there_should_be() -> None:
     assert {length % 4 for _, _, size, length in PLACES if size == 4} == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize(("mode", "layers", "size", "length"), PLACES)
-def test_every_script_of_four_steps(mode: str, layers: str, size: int, length: int) -> None:
+@pytest.mark.parametrize(("mode", "layers", "size", "length", "spec_state"), CASES)
+def test_every_script_of_four_steps(
+    mode: str, layers: str, size: int, length: int, spec_state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(specs, "RING_CAPACITY", 4)
     s = ScriptedEngine(
         layers, 2, mamba_cache_mode=mode, block_size=size, max_num_seqs=48,
-        max_num_batched_tokens=300, max_model_len=32,
+        max_num_batched_tokens=300, max_model_len=32, spec_state=spec_state,
     )  # fmt: skip
     watch_blocks(s.engine)
     published = PublishedStates(s.engine)
@@ -84,7 +99,20 @@ def test_every_script_of_four_steps(mode: str, layers: str, size: int, length: i
         verified[event.request_id].append((event.num_drafts, 1 + event.num_accepted))
     for request_id, script in script_of.items():
         assert verified[request_id] == [step for step in script if step[0] > 0]
+    if spec_state == "replay" and size == 4:  # smaller blocks are complete before a ring is full
+        assert num_checkpoints(events) > 1000
     kinds = {type(event) for event in events}
     assert RequestPreempted not in kinds, "a script was cut in two"
     caches = mode != "none"
     assert (BlockPublished in kinds, StateCopied in kinds) == (caches, caches)
+
+
+def num_checkpoints(events: list[Event]) -> int:
+    """With replay, decode rows write a state only where they must."""
+    kinds, count = {}, 0
+    for event in events:
+        if isinstance(event, RowScheduled):
+            kinds[event.request_id] = event.kind
+        elif isinstance(event, StateAccess) and kinds[event.request_id] == "decode":
+            count += len(event.writes)
+    return count
