@@ -13,7 +13,7 @@ PIP_INSTALL  = $(PY) -m pip install -qq --disable-pip-version-check \
 say          = @printf '\n== %s\n'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab demo test test-long test-browser train lint format notebooks site gpu-check tune accuracy clean distclean
+.PHONY: help setup lab demo test test-long test-browser train lint format notebooks site bench gpu-check tune accuracy clean distclean
 
 help:  ## print this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -42,7 +42,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP_INSTALL) -e '.[dev]' -c constraints.txt
 	@touch $(STAMP)
 
-lab: setup  ## open the course in JupyterLab, at notebooks/00_start_here.ipynb
+lab: setup  ## open the course in JupyterLab (LAB_ARGS=--no-browser, ... for its options)
 	$(say) "starting JupyterLab (stop it with Ctrl-C)"
 	@$(PY) -m jupyterlab notebooks/00_start_here.ipynb $(LAB_ARGS)
 
@@ -91,6 +91,10 @@ site: setup  ## the course as web pages in site/: no server, no network (SITE_AR
 accuracy: setup  ## 500 problems in every mode, with and without drafts and graphs: the same tokens?
 	$(say) "comparing modes on held-out problems"
 	@$(PY) benchmarks/accuracy_matrix.py $(ACCURACY_ARGS)
+
+bench: setup  ## the engine on a CPU against transformers and a minimal model (BENCH_ARGS=... for its options)
+	$(say) "measuring on the CPU; some ten minutes"
+	@$(PY) benchmarks/cpu_bench.py $(BENCH_ARGS)
 
 gpu-check: setup  ## kernels and engine checked and timed on a GPU (GPU_CHECK_ARGS=... for its options)
 	$(say) "checking on the GPU"

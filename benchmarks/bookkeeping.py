@@ -63,10 +63,10 @@ def bookkeeping_step(engine: Engine) -> list[float]:
     times.append(perf_counter())
     runner.tables.apply(schedule.updates)
     times.append(perf_counter())
-    runner.metadata.build(schedule, runner.tables)
+    runner.metadata.build(schedule, runner.tables, runner.state_index)
     times.append(perf_counter())
     for row in schedule.rows:
-        scheduler.commit(row, 1 if row.samples else None, None)
+        scheduler.commit(row, [1] if row.samples else [])
     times.append(perf_counter())
     return [end - start for start, end in pairwise(times)]
 

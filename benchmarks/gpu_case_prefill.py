@@ -21,6 +21,7 @@ from support import kernel_reference as reference
 from support.kernel_reference import Pool, f64
 
 import mamba_kernels as kernels
+from mamba_kernels.chunk_scan_launch import FORMS, override_form
 
 
 @dataclass
@@ -76,7 +77,11 @@ def pack(lengths: Sequence[int], in_place: bool, g: torch.Generator) -> Packed:
 def scan_case(
     shape: Shape, lengths: Sequence[int], chunk_size: int, seed: int = 0, violent: bool = False
 ) -> Case:
-    """``mamba_chunk_scan``; violent: most tokens forget everything, some nearly nothing."""
+    """``mamba_chunk_scan`` in both of its forms, each with a pool of its own.
+
+    Args:
+        violent: most tokens forget everything, some nearly nothing.
+    """
     g = torch.Generator().manual_seed(seed)
     p, padding = pack(lengths, bool(seed % 2), g), 3
     inputs = mixer_inputs(shape, sum(lengths) + padding, g)
@@ -87,8 +92,10 @@ def scan_case(
     computed = torch.randint(0, 3 * chunk_size, (len(lengths),), generator=g)
     computed = torch.where(p.has_initial_state, computed, 0).int()
     size = (shape.heads, shape.head_dim, shape.state_size)
-    pool = Pool(p.slots, size, math.nan if seed % 3 else 1e4, shape.gap, shape.state)
-    pool.own(p.owned(), g)
+    pools, numbers = [], g.get_state()
+    for _ in FORMS:
+        pools.append(Pool(p.slots, size, math.nan if seed % 3 else 1e4, shape.gap, shape.state))
+        pools[-1].own(p.owned(), g.set_state(numbers))
     layout = kernels.build_chunk_layout(p.query_start_loc, computed, chunk_size, p.checkpoints)
     paging = {
         "query_start_loc": p.query_start_loc, "num_computed_tokens": computed,
@@ -97,28 +104,31 @@ def scan_case(
     }  # fmt: skip
 
     def call(t: Inputs, states: list[torch.Tensor], backend: str | None) -> torch.Tensor:
-        return kernels.mamba_chunk_scan(
-            **t, ssm_state=states[0], chunk_size=chunk_size, layout=layout.to(t["x"].device),
-            backend=backend,
-        )  # fmt: skip
+        outputs, on_device = [], layout.to(t["x"].device)
+        for form, state in zip(FORMS, states):
+            with override_form(form):
+                outputs.append(kernels.mamba_chunk_scan(
+                    **t, ssm_state=state, chunk_size=chunk_size, layout=on_device, backend=backend
+                ))  # fmt: skip
+        return torch.stack(outputs)
 
     def expect() -> Expected:
         n = {name: f64(tensor) for name, tensor in inputs.items()}
         y, kept = np.zeros(n["x"].shape), {}
         for t, src, marks in p.rows():
-            initial = f64(pool.before(src)) if src > 0 else np.zeros(size)
+            initial = f64(pools[0].before(src)) if src > 0 else np.zeros(size)
             y[t], states = reference.ssm(
                 initial, n["x"][t], n["dt"][t], n["A"], n["B"][t], n["C"][t], n["D"], n["dt_bias"],
                 (0.0, math.inf),
             )  # fmt: skip
-            kept |= {(0, slot): states[end - 1] for end, slot in marks}
-        return Expected(y, kept)
+            kept |= {(f, slot): states[end - 1] for end, slot in marks for f in range(len(FORMS))}
+        return Expected(np.stack([y] * len(FORMS)), kept)
 
     tolerance = (FP32, FP32) if shape.act == torch.float32 else (PRODUCTS, PRODUCTS)
     if shape.state == torch.bfloat16:
         tolerance = (tolerance[0], max(tolerance[1], ROUNDED))
     name = f"scan {shape}, chunks of {chunk_size}, {len(lengths)} sequences"
-    return Case(name + ", violent" * violent, call, inputs | paging, [pool], expect, tolerance)
+    return Case(name + ", violent" * violent, call, inputs | paging, pools, expect, tolerance)
 
 
 def conv_prefill_case(

@@ -19,6 +19,8 @@ from gpu_workloads import (
     conv_update,
     copy_states,
     gated_norm,
+    materialize,
+    replay_update,
     scan,
     state_update,
 )
@@ -67,12 +69,20 @@ def workloads() -> list[Workload]:
                     add("selective_state_update_kernel", f"{rows}, {_short(state)} state",
                         ssm | {"state_bytes": s}, by.state_update(z, R, T, A_BYTES, s),
                         state_update(z, R, T, state))  # fmt: skip
+                    add("replay_state_update_kernel", f"{rows}, 8 pending, {_short(state)} state",
+                        {"head_dim": z.P, "state_bytes": s},
+                        by.replay_update(z, R, T, 8 * R, 0, A_BYTES, s),
+                        replay_update(z, R, T, 8, state))  # fmt: skip
                 add("rms_norm_gated_kernel", rows, {"wide": 0},
                     by.gated_norm(z, R * T, A_BYTES), gated_norm(z, R * T))  # fmt: skip
         for state in STATES:
             add("copy_states_kernel", f"{label}, 8 triples, 8 layers, {_short(state)} state", {},
                 by.copy_states(z, 8, 8, z.W - 1, A_BYTES, state.itemsize),
                 copy_states(z, 8, 8, state))  # fmt: skip
+            add("materialize_states_kernel", f"{label}, 8 rows, 8 layers, {_short(state)} state",
+                {"head_dim": z.P, "state_bytes": state.itemsize},
+                by.materialize(z, 8, 8, 8 * 6, 8, A_BYTES, state.itemsize),
+                materialize(z, 8, 8, 6, state))  # fmt: skip
         for name, lengths in PREFILLS.items():
             add_prefill(add, z, f"{label}, {name}", lengths)
         tokens = sum(next(iter(PREFILLS.values())))
@@ -96,6 +106,10 @@ def add_prefill(add: Callable[..., None], z: Sizes, name: str, lengths: list[int
             what = f"{name}, {_short(state)} state" if kernel == "pass_states_kernel" else name
             add(kernel, what, shape, moved or by.pass_states(z, R, c, R, state.itemsize),
                 scan(z, lengths, CHUNK_SIZE, state, kernel))  # fmt: skip
+    for state in STATES:
+        add("fused_scan_kernel", f"{name}, {_short(state)} state", ssm | {"dot_bytes": 2},
+            by.fused_scan(z, L, R, R, A_BYTES, state.itemsize),
+            scan(z, lengths, CHUNK_SIZE, state, "fused_scan_kernel"))  # fmt: skip
     for chunk_size in (CHUNK_SIZE, 256):
         for state in STATES:
             moved = by.whole_scan(z, L, R, L // chunk_size, R, A_BYTES, state.itemsize)

@@ -20,6 +20,7 @@ from mamba_kernels import chunk_scan_launch as stages
 from mamba_kernels.chunk_scan import FORGETS
 
 ACT = torch.bfloat16
+REPLAY_CAPACITY = 16
 
 
 @dataclass
@@ -85,6 +86,54 @@ def state_update(z: Sizes, R: int, T: int, state: torch.dtype) -> Callable[..., 
             lambda: kernels.selective_state_update(**t, ssm_state=pool, **paging), [pool],
             peers=peers.state_update(t, pool, src[:, 0]) if T == 1 else {},
         )  # fmt: skip
+
+    return make
+
+
+def ring_of(z: Sizes, rows: int, T: int, device: torch.device) -> kernels.ReplayRing:
+    """A ring of 16 inputs per row, full of them."""
+    length = REPLAY_CAPACITY + T
+    fp32 = torch.float32
+    return kernels.ReplayRing(
+        rand(device, 1 + rows, length, z.H, z.P), rand(device, 1 + rows, length, z.G, z.N),
+        torch.rand(1 + rows, length, z.H, device=device, dtype=fp32),
+        -torch.rand(1 + rows, length, z.H, device=device, dtype=fp32), REPLAY_CAPACITY,
+    )  # fmt: skip
+
+
+def replay_update(
+    z: Sizes, R: int, T: int, pending: int, state: torch.dtype
+) -> Callable[..., Prepared]:
+    def make(device: torch.device) -> Prepared:
+        t, ring = mixer(z, R * T, device), ring_of(z, R, T, device)
+        pool = rand(device, 1 + 2 * R, z.H, z.P, z.N, dtype=state)
+        paging = {
+            "query_start_loc": starts(device, [T] * R), "src_slots": slots(device, 1, R),
+            "dst_slots": slots(device, 1 + R, R), "ring_rows": slots(device, 1, R),
+            "ring_starts": torch.zeros(R, dtype=torch.int32, device=device),
+            "num_pending": torch.full((R,), pending, dtype=torch.int32, device=device),
+        }  # fmt: skip
+        written = [pool, ring.x, ring.B, ring.dt, ring.log_decay]
+        return Prepared(
+            lambda: kernels.replay_state_update(**t, ssm_state=pool, ring=ring, **paging), written
+        )
+
+    return make
+
+
+def materialize(
+    z: Sizes, rows: int, layers: int, inputs: int, state: torch.dtype
+) -> Callable[..., Prepared]:
+    def make(device: torch.device) -> Prepared:
+        pools = [rand(device, 1 + 2 * rows, z.H, z.P, z.N, dtype=state) for _ in range(layers)]
+        pairs = [(pool, ring_of(z, rows, 4, device)) for pool in pools]
+        paging = {
+            "src_slots": slots(device, 1, rows), "dst_slots": slots(device, 1 + rows, rows, 1),
+            "ring_rows": slots(device, 1, rows),
+            "ring_starts": torch.zeros(rows, dtype=torch.int32, device=device),
+            "num_inputs": torch.full((rows, 1), inputs, dtype=torch.int32, device=device),
+        }  # fmt: skip
+        return Prepared(lambda: kernels.materialize_states(pairs, **paging), pools)
 
     return make
 
@@ -155,7 +204,11 @@ def copy_states(z: Sizes, triples: int, layers: int, state: torch.dtype) -> Call
 def scan(
     z: Sizes, lengths: list[int], chunk_size: int, state: torch.dtype, stage: str = ""
 ) -> Callable[..., Prepared]:
-    """``mamba_chunk_scan``, or one of its three kernels by itself."""
+    """``mamba_chunk_scan`` with its fused kernel or with its three, or one of the three by itself.
+
+    Args:
+        stage: the kernel; nothing is the three together.
+    """
 
     def make(device: torch.device) -> Prepared:
         R, t = len(lengths), mixer(z, sum(lengths), device)
@@ -165,14 +218,19 @@ def scan(
         computed = torch.zeros(R, dtype=torch.int32)
         loc = torch.tensor([0, *lengths]).cumsum(0).int()
         layout = kernels.build_chunk_layout(loc, computed, chunk_size).to(device)
-        if not stage:
+        if stage in ("", "fused_scan_kernel"):
             loc, computed = loc.to(device), computed.to(device)
+
+            def whole() -> torch.Tensor:
+                with stages.override_form("fused" if stage else "chunks"):
+                    return kernels.mamba_chunk_scan(
+                        **t, ssm_state=pool, query_start_loc=loc, num_computed_tokens=computed,
+                        chunk_size=chunk_size, src_slots=src, dst_slots=dst,
+                        has_initial_state=initial, layout=layout,
+                    )  # fmt: skip
+
             return Prepared(
-                lambda: kernels.mamba_chunk_scan(
-                    **t, ssm_state=pool, query_start_loc=loc, num_computed_tokens=computed,
-                    chunk_size=chunk_size, src_slots=src, dst_slots=dst, has_initial_state=initial,
-                    layout=layout,
-                ), [pool],
+                whole, [pool],
                 peers=peers.scan(t, pool[1 : 1 + R], R, chunk_size) if len(set(lengths)) == 1 else {},
             )  # fmt: skip
 

@@ -28,7 +28,8 @@ against a fault that people have met:
   apart. So sums are taken in float64 and kept as *two* float32 numbers, ``hi + lo``: the difference
   ``(hi_i - hi_j) + (lo_i - lo_j)`` costs two more additions and is right to 1e-7.
 
-The twin is here; the kernels are in :mod:`mamba_kernels.chunk_scan_triton`.
+The twin is here. The kernels come in two forms: :mod:`mamba_kernels.fused_scan_triton` walks along
+each sequence, :mod:`mamba_kernels.chunk_scan_triton` works on all chunks at once.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from mamba_kernels.checks import (
     check_tensor,
 )
 from mamba_kernels.chunk_layout import ChunkLayout, build_chunk_layout
+from mamba_kernels.cpu_rows import chunk_scan_by_row, row_by_row
 
 # exp(-104) is below half of the smallest positive float32: a token that decays more forgets all.
 FORGETS = -104.0
@@ -105,7 +107,7 @@ def mamba_chunk_scan(
     """
     _check(x, dt, A, B, C, D, dt_bias, ssm_state, query_start_loc, num_computed_tokens, src_slots,
            dst_slots, has_initial_state, checkpoints, dt_limit)  # fmt: skip
-    backend = choose_backend(x, backend)
+    forced, backend = backend is not None, choose_backend(x, backend)
     if layout is None:
         on_host = None if checkpoints is None else checkpoints.cpu()
         layout = build_chunk_layout(
@@ -115,11 +117,15 @@ def mamba_chunk_scan(
     if layout.num_chunks == 0:
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
     if backend == "triton":
-        between = kernels.launch_chunk_state(x, dt, A, B, dt_bias, layout, dt_limit, FORGETS)
-        kernels.launch_pass_states(
-            between, ssm_state, layout, src_slots, dst_slots, has_initial_state, checkpoints
-        )
-        return kernels.launch_chunk_scan(x, B, C, D, between, layout)
+        return kernels.launch_scan(
+            x, dt, A, B, C, D, dt_bias, ssm_state, layout, src_slots, dst_slots, has_initial_state,
+            checkpoints, dt_limit, FORGETS,
+        )  # fmt: skip
+    if not forced and row_by_row(x, ssm_state[0].numel()):
+        return chunk_scan_by_row(
+            x, dt, A, B, C, D, dt_bias, ssm_state, layout, src_slots, dst_slots,
+            has_initial_state, checkpoints, dt_limit, decay_matrix, FORGETS,
+        )  # fmt: skip
     return _mamba_chunk_scan_torch(
         x, dt, A, B, C, D, dt_bias, ssm_state, layout, src_slots.long(), dst_slots.long(),
         has_initial_state, checkpoints, dt_limit,

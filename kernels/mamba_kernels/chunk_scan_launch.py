@@ -1,12 +1,16 @@
-"""Launching the three kernels of the SSD scan: grids, block sizes, what lies between them.
+"""Launching the SSD scan: as one kernel or three; grids, block sizes, what lies between the three.
 
 Grids come from host numbers alone (shapes and the :class:`ChunkLayout`), so nothing here waits for
 the GPU. Block sizes come from the tuning table by architecture and shape. The three stages are
 separate functions, so that a test can hand one of them what the stage before would never produce.
+
+:func:`choose_form` decides between the forms, also by host numbers alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +23,9 @@ from mamba_kernels.chunk_scan_triton import (
     chunk_state_kernel,
     pass_states_kernel,
 )
+from mamba_kernels.fused_scan_triton import fused_scan_kernel
 from mamba_kernels.launch import AotCase, aot_case, cdiv, launch, next_power_of_2
-from mamba_kernels.tuning import config_for, current_arch
+from mamba_kernels.tuning import config_for, current_arch, programs_to_fill
 
 # Why the scan's rows in tuning_table.py are what they are.
 #
@@ -31,6 +36,91 @@ from mamba_kernels.tuning import config_for, current_arch
 # dim 64 has 128 registers a thread, so four programs fit. fp32 operands are split for the tensor
 # cores and need twice the registers, hence small blocks. Head dim 80 fills 5/8 of a block of 128,
 # which is too large for the registers of sm_80 and for the 64 KiB of LDS of gfx942.
+#
+# The fused kernel's tiles of P are narrow for the sake of their number: with 32, one prompt of 128
+# heads of 64 makes 256 programs, two for each SM of an H200. Narrower ones would form the same scores
+# still more often. Its steps are 64 tokens for the sake of their number, too: they are a chain.
+
+#: The longest row of C or B, in bytes, that the fused kernel has registers for: 128 numbers in 16
+#: bits, 64 in fp32. (With 128 in fp32, split for the tensor cores, it compiles and spills.)
+FUSED_ROW_BYTES = 256
+
+FORMS = ("fused", "chunks")
+_override: str | None = None
+
+
+@contextmanager
+def override_form(form: str) -> Iterator[None]:
+    """``with override_form("chunks"): ...``: for tests and measurements, which want to see both."""
+    global _override
+    if form not in FORMS:
+        raise ValueError(f"form={form!r}: one of {', '.join(FORMS)}")
+    previous, _override = _override, form
+    try:
+        yield
+    finally:
+        _override = previous
+
+
+def choose_form(layout: ChunkLayout, x: torch.Tensor, B: torch.Tensor) -> str:
+    """``"fused"`` (one kernel) or ``"chunks"`` (three) for a call on the GPU.
+
+    The fused kernel moves a fraction of the bytes, but has a program only per sequence, head and tile
+    of P, and the longest sequence says how long they take. Are there enough of them to keep the GPU
+    busy on the way? If not, chunks are worked on side by side instead; so they are where a row of C
+    is too long for the fused kernel's registers.
+    """
+    if _override is not None:
+        return _override
+    config = _config("fused_scan_kernel", x, B)
+    at_once = layout.num_chunks / layout.max_chunks_per_seq  # sequences, were all like the longest
+    programs = at_once * x.shape[1] * cdiv(x.shape[2], config["BLOCK_P"])
+    fits = config["BLOCK_N"] * x.element_size() <= FUSED_ROW_BYTES or current_arch() == "interpret"
+    return "fused" if fits and programs >= programs_to_fill() else "chunks"
+
+
+def launch_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    dt_bias: torch.Tensor,
+    ssm_state: torch.Tensor,
+    layout: ChunkLayout,
+    src_slots: torch.Tensor,
+    dst_slots: torch.Tensor,
+    has_initial_state: torch.Tensor,
+    checkpoints: torch.Tensor | None,
+    dt_limit: tuple[float, float],
+    least_step: float,
+) -> torch.Tensor:
+    """The whole scan in its form; arguments as in :func:`mamba_kernels.mamba_chunk_scan`.
+
+    Args:
+        least_step: log decays are clamped there.
+    """
+    if choose_form(layout, x, B) == "chunks":
+        between = launch_chunk_state(x, dt, A, B, dt_bias, layout, dt_limit, least_step)
+        launch_pass_states(
+            between, ssm_state, layout, src_slots, dst_slots, has_initial_state, checkpoints
+        )
+        return launch_chunk_scan(x, B, C, D, between, layout)
+    _check_span(layout, x=x, dt=dt, B=B, C=C)
+    num_heads, head_dim = x.shape[1:]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y[layout.num_tokens :].zero_()  # padding; nothing is launched for an empty slice
+    config = _config("fused_scan_kernel", x, B)
+    launch(
+        fused_scan_kernel, (cdiv(head_dim, config["BLOCK_P"]), num_heads, layout.num_seqs),
+        x, dt, A, B, C, D, dt_bias, ssm_state, y, src_slots, dst_slots, has_initial_state,
+        dst_slots if checkpoints is None else checkpoints,  # without checkpoints nobody looks
+        layout.cu_seq_chunks, layout.cu_chunk_seqlens, layout.checkpoint_order,
+        layout.cu_checkpoints, float(dt_limit[0]), float(dt_limit[1]), least_step,
+        *x.stride(), *dt.stride(), *B.stride(), *C.stride(), *ssm_state.stride(), **config,
+    )  # fmt: skip
+    return y
 
 
 @dataclass(frozen=True)
@@ -207,20 +297,29 @@ def aot_cases(arch: str = "sm_90") -> list[AotCase]:
             stages,
         ))  # fmt: skip
 
-    unit_strides = ("stride_x_dim", "stride_dt_head", "stride_B_state", "stride_C_state")
-    for kernel, label in ((chunk_state_kernel, "chunk state"), (chunk_scan_kernel, "chunk scan")):
-        # x, B and C are views of the conv's output, dt of the projection's: rows are aligned.
-        inputs = {"x_ptr", "raw_dt_ptr", "B_ptr", "C_ptr", "D_ptr", "dt_bias_ptr", "y_ptr"}
-        for model, act in (("P64", "bf16"), ("P80", "bf16"), ("P64", "fp32"), ("P80", "fp32"),
-                           ("toy", "fp32")):  # fmt: skip
+    unit_strides = ("stride_x_dim", "stride_dt_head", "stride_B_state", "stride_C_state",
+                    "stride_pool_state")  # fmt: skip
+    # x, B and C are views of the conv's output, dt of the projection's: rows are aligned.
+    inputs = {"x_ptr", "raw_dt_ptr", "B_ptr", "C_ptr", "D_ptr", "dt_bias_ptr", "y_ptr"}
+    wanted = [("P64", "bf16"), ("P80", "bf16"), ("P64", "fp32"), ("P80", "fp32"), ("toy", "fp32")]
+    for kernel, label, pool in (
+        (chunk_state_kernel, "chunk state", ""), (chunk_scan_kernel, "chunk scan", ""),
+        (fused_scan_kernel, "fused scan", "fp32"), (fused_scan_kernel, "fused scan", "bf16"),
+    ):  # fmt: skip
+        for model, act in wanted:
             dtype = torch.bfloat16 if act == "bf16" else torch.float32
+            if pool and models[model][3] * dtype.itemsize > FUSED_ROW_BYTES:
+                continue
             config = _products_config(kernel.fn.__name__, arch, dtype, *models[model])
             warps, stages = config.pop("num_warps"), config.pop("num_stages")
             names = [n for n in kernel.arg_names if n.endswith("_ptr")]
-            pointers = {n: f"*{act}" if n in inputs else "*fp32" for n in names}
-            pointers["cu_chunk_seqlens_ptr"] = "*i64"
+            pointers = {
+                n: f"*{act}" if n in inputs else pass_pointers.get(n, "*fp32") for n in names
+            }
+            if pool:
+                pointers["pool_ptr"] = f"*{pool}"
             cases.append(aot_case(
-                kernel, f"{label} {model} {act}", pointers, config,
+                kernel, f"{label} {model} {act}" + f", {pool} pool" * bool(pool), pointers, config,
                 tuple(n for n in unit_strides if n in kernel.arg_names),
                 ("dt_min", "dt_max", "least_step"), warps, stages,
             ))  # fmt: skip

@@ -22,6 +22,9 @@ are formed again by each head of a group: it costs tensor-core time (17 GFLOP fo
 per group. And the states that a cache wants to keep are stored by ``pass_states`` where they belong,
 while it has them in registers; nobody gathers or scatters states afterwards.
 
+:mod:`mamba_kernels.fused_scan_triton` has none of this traffic, and needs many sequences and heads to
+keep a GPU busy. This form has a program per chunk, so it serves where there are few.
+
 How many programs to launch is known on the host from the :class:`ChunkLayout`; which of them have
 work, they find out themselves.
 """

@@ -39,6 +39,12 @@ from mamba_kernels.checks import (
 )
 from mamba_kernels.conv1d_prefill_triton import causal_conv1d_fn_triton
 from mamba_kernels.conv1d_update_triton import causal_conv1d_update_triton
+from mamba_kernels.cpu_rows import (
+    conv_by_row,
+    conv_update_single_tokens,
+    host_may_read,
+    row_by_row,
+)
 
 
 def causal_conv1d_fn(
@@ -84,6 +90,8 @@ def causal_conv1d_fn(
         return torch.zeros_like(x)
     if choose_backend(x, backend) == "triton":
         run = causal_conv1d_fn_triton
+    elif backend is None and row_by_row(x, x.numel() // max(num_seqs, 1)):
+        run = conv_by_row
     else:
         run = _causal_conv1d_fn_torch
     return run(
@@ -132,14 +140,16 @@ def causal_conv1d_update(
         check_num_accepted(num_accepted_tokens, num_rows, max_query_len, x)
     if x.shape[0] == 0 or num_rows == 0:
         return torch.zeros_like(x)
-    if choose_backend(x, backend) == "triton":
-        run = causal_conv1d_update_triton
-    else:
-        run = _causal_conv1d_update_torch
-    return run(
-        x, weight, bias, conv_state, query_start_loc, src_slots, dst_slots,
-        num_accepted_tokens, activation,
+    args = (
+        x, weight, bias, conv_state, query_start_loc, src_slots, dst_slots, num_accepted_tokens,
+        activation,
     )  # fmt: skip
+    if choose_backend(x, backend) == "triton":
+        return causal_conv1d_update_triton(*args)
+    if backend is None and host_may_read(x):
+        if (y := conv_update_single_tokens(*args)) is not None:
+            return y
+    return _causal_conv1d_update_torch(*args)
 
 
 def _check(

@@ -18,6 +18,7 @@ B and the step sizes the entries written lie behind all pending ones (see the ri
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
@@ -107,27 +108,27 @@ def replay_state_update_kernel(
             token = start + i
             raw = tl.load(dt_ptr + token * stride_dt_token + head * stride_dt_head).to(tl.float32)
             x = tl.load(x_ptr + token * stride_x_token + head * stride_x_head + p * stride_x_dim,
-                        mask=p_mask, other=0.0)
+                        mask=p_mask, other=0.0).to(tl.float32)
             B = tl.load(B_ptr + token * stride_B_token + group * stride_B_group
-                        + n * stride_B_state, mask=n_mask, other=0.0)
+                        + n * stride_B_state, mask=n_mask, other=0.0).to(tl.float32)
             C = tl.load(C_ptr + token * stride_C_token + group * stride_C_group
                         + n * stride_C_state, mask=n_mask, other=0.0).to(tl.float32)
             dt = step_size(raw, dt_bias, dt_min, dt_max)
-            wide_x = x.to(tl.float32)
-            state = state * tl.exp(dt * A) + (dt * wide_x)[:, None] * B.to(tl.float32)[None, :]
-            y = tl.sum(state * C[None, :], axis=1) + D * wide_x
+            state = state * tl.exp(dt * A) + (dt * x)[:, None] * B[None, :]
+            y = tl.sum(state * C[None, :], axis=1) + D * x
             tl.store(y_ptr + token * y_stride_token + y_offset, y, mask=p_mask)
 
             # A step longer than the ring allows would run into the pending inputs.
             fits = i < LENGTH - CAPACITY
             entry = ring_row * LENGTH + (oldest + pending + i) % LENGTH
-            tl.store(ring_x_ptr + (entry * HEADS + head) * HEAD_DIM + p, x, mask=p_mask & fits)
+            tl.store(ring_x_ptr + (entry * HEADS + head) * HEAD_DIM + p,
+                     x.to(ring_x_ptr.dtype.element_ty), mask=p_mask & fits)
             if tile == 0:
                 tl.store(ring_dt_ptr + entry * HEADS + head, dt, mask=fits)
                 tl.store(ring_decay_ptr + entry * HEADS + head, dt * A, mask=fits)
                 if head % HEADS_PER_GROUP == 0:
-                    tl.store(ring_B_ptr + (entry * GROUPS + group) * STATE_SIZE + n, B,
-                             mask=n_mask & fits)
+                    tl.store(ring_B_ptr + (entry * GROUPS + group) * STATE_SIZE + n,
+                             B.to(ring_B_ptr.dtype.element_ty), mask=n_mask & fits)
     else:
         for i in range(0, end - start):
             tl.store(y_ptr + (start + i) * y_stride_token + y_offset,
@@ -232,16 +233,13 @@ def materialize_states_triton(
         materialize_states_kernel, (tiles * num_heads, len(layers), len(src_slots)),
         *tables, src_slots, ring_rows, ring_starts, num_inputs.contiguous(), dst_slots.contiguous(),
         dst_slots.shape[1], *ssm_state.stride(),
-        STATE_TYPE=_TYPES[ssm_state.dtype](), INPUT_TYPE=_TYPES[ring.x.dtype](),
+        STATE_TYPE=_type_of(ssm_state), INPUT_TYPE=_type_of(ring.x),
         **_shape_constexprs(ring, ssm_state), **config,
     )
 
 
-_TYPES = {
-    torch.float32: lambda: tl.float32,
-    torch.bfloat16: lambda: tl.bfloat16,
-    torch.float16: lambda: tl.float16,
-}
+def _type_of(tensor: torch.Tensor) -> Any:
+    return getattr(tl, str(tensor.dtype).removeprefix("torch."))
 
 
 @functools.cache
@@ -252,7 +250,7 @@ def _address_table(addresses: tuple[int, ...], device: torch.device) -> torch.Te
 def _shape_constexprs(ring, ssm_state) -> dict:
     num_heads, head_dim = ring.x.shape[2:]
     groups, state_size = ring.B.shape[2:]
-    precision = "tf32x3" if current_arch().startswith("sm_") else "ieee"
+    precision = _precision(current_arch())
     return dict(
         LENGTH=ring.length, HEADS=num_heads, HEADS_PER_GROUP=num_heads // groups, HEAD_DIM=head_dim,
         STATE_SIZE=state_size, PRECISION=precision,
@@ -261,22 +259,26 @@ def _shape_constexprs(ring, ssm_state) -> dict:
     )
 
 
+def _precision(arch: str) -> str:
+    return "tf32x3" if arch.startswith("sm_") else "ieee"
+
+
 def _config(kernel_name: str, head_dim: int, ssm_state: torch.Tensor) -> dict:
     config = config_for(kernel_name, head_dim=head_dim, state_bytes=ssm_state.element_size())
     config["BLOCK_P"] = max(MIN_INPUTS, min(config["BLOCK_P"], next_power_of_2(head_dim)))
     return config
 
 
-def aot_cases() -> list[AotCase]:
+def aot_cases(arch: str = "sm_90") -> list[AotCase]:
     """Nemotron-H's verify steps with a ring of 16: 128 heads, state 128, 8 groups."""
     cases = []
     for head_dim, state, act in ((64, "fp32", "bf16"), (64, "bf16", "bf16"), (80, "fp32", "bf16"),
                                  (64, "fp32", "fp32")):
         shape = dict(LENGTH=20, HEADS=128, HEADS_PER_GROUP=16, HEAD_DIM=head_dim, STATE_SIZE=128,
-                     PRECISION="tf32x3", BLOCK_N=128, BLOCK_J=16)
+                     PRECISION=_precision(arch), BLOCK_N=128, BLOCK_J=16)
         small = {"query_start_loc_ptr": "*i32", "src_slots_ptr": "*i32", "dst_slots_ptr": "*i32",
                  "ring_rows_ptr": "*i32", "ring_starts_ptr": "*i32", "num_pending_ptr": "*i32"}
-        config = config_for("replay_state_update_kernel", "sm_90", head_dim=head_dim,
+        config = config_for("replay_state_update_kernel", arch, head_dim=head_dim,
                             state_bytes=4 if state == "fp32" else 2)
         warps, stages = config.pop("num_warps"), config.pop("num_stages")
         pointers = {f"{name}_ptr": f"*{act}" for name in ("x", "dt", "B", "C", "D", "dt_bias", "y",
@@ -292,7 +294,7 @@ def aot_cases() -> list[AotCase]:
         ))
         if act == "fp32":
             continue
-        config = config_for("materialize_states_kernel", "sm_90", head_dim=head_dim,
+        config = config_for("materialize_states_kernel", arch, head_dim=head_dim,
                             state_bytes=4 if state == "fp32" else 2)
         warps, stages = config.pop("num_warps"), config.pop("num_stages")
         pointers = {f"{name}_table_ptr": "*i64" for name in ("state", "x", "B", "dt", "decay")}

@@ -34,6 +34,7 @@ from mamba_kernels.checks import (
     check_slots,
     check_tensor,
 )
+from mamba_kernels.cpu_rows import row_by_row, state_update_by_row
 from mamba_kernels.state_update_triton import selective_state_update_triton
 
 
@@ -68,7 +69,8 @@ def selective_state_update(
         dst_slots: ``(R, 1 + k)`` int; null destinations keep nothing.
         num_accepted_tokens: ``(R,)`` int in ``1 .. 1 + k``; None means 1 everywhere.
         dt_limit: clamp on dt after softplus (``time_step_limit`` of a model's config).
-        backend: force an implementation; None chooses by device.
+        backend: force an implementation; None chooses by device. For large states on
+            a CPU that is the form of ``cpu_rows.py``; "torch" is the twin below.
 
     Returns:
         ``(T, H, P)`` in the dtype of ``x``; skipped rows are 0.
@@ -79,6 +81,8 @@ def selective_state_update(
         return torch.zeros_like(x)
     if choose_backend(x, backend) == "triton":
         run = selective_state_update_triton
+    elif backend is None and row_by_row(x, ssm_state[0].numel()):
+        run = state_update_by_row
     else:
         run = _selective_state_update_torch
     return run(

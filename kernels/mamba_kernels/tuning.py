@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from mamba_kernels.backend import triton_mode
-from mamba_kernels.tuning_table import TABLE
+from mamba_kernels.tuning_table import PROGRAMS_TO_FILL, TABLE
 
 
 @functools.cache
@@ -50,3 +50,9 @@ def config_for(kernel_name: str, arch: str | None = None, **shape: int) -> dict[
         if row_arch in (arch, "any") and row_shape.items() <= shape.items():
             return dict(config)
     raise KeyError(f"{kernel_name}: no row of the tuning table fits arch={arch!r}, shape={shape}")
+
+
+def programs_to_fill() -> int:
+    """How many programs of a few warps give each multiprocessor of this GPU work."""
+    by_arch = dict(PROGRAMS_TO_FILL)
+    return by_arch.get(current_arch(), by_arch["any"])

@@ -8,6 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
+# How many programs a kernel must have at least to keep a whole GPU busy: one for each of its
+# multiprocessors. The interpreter runs one after another, and fewer are always better.
+PROGRAMS_TO_FILL = (
+    ("interpret", 1),
+    ("sm_80", 108),
+    ("sm_100", 148),
+    ("gfx942", 304),
+    ("any", 132),
+)
+
 TABLE: dict[str, list[tuple[str, dict[str, int], dict[str, Any]]]] = {
     "selective_state_update_kernel": [
         ("interpret", {}, {"BLOCK_P": 128, "num_warps": 1, "num_stages": 1}),
@@ -44,6 +54,13 @@ TABLE: dict[str, list[tuple[str, dict[str, int], dict[str, Any]]]] = {
         ("any", {"dot_bytes": 4}, {"BLOCK_T": 32, "BLOCK_P": 32, "num_warps": 8, "num_stages": 1}),
         ("any", {"head_dim": 80}, {"BLOCK_T": 64, "BLOCK_P": 32, "num_warps": 4, "num_stages": 1}),
         ("any", {}, {"BLOCK_T": 64, "BLOCK_P": 64, "num_warps": 4, "num_stages": 1}),
+    ],
+    "fused_scan_kernel": [
+        ("interpret", {}, {"BLOCK_T": 64, "BLOCK_P": 128, "num_warps": 1, "num_stages": 1}),
+        ("any", {"dot_bytes": 4}, {"BLOCK_T": 16, "BLOCK_P": 32, "num_warps": 8, "num_stages": 1}),
+        ("sm_80", {}, {"BLOCK_T": 32, "BLOCK_P": 16, "num_warps": 4, "num_stages": 1}),
+        ("gfx942", {}, {"BLOCK_T": 32, "BLOCK_P": 32, "num_warps": 4, "num_stages": 1}),
+        ("any", {}, {"BLOCK_T": 64, "BLOCK_P": 32, "num_warps": 4, "num_stages": 1}),
     ],
     "pass_states_kernel": [
         ("interpret", {}, {"BLOCK_P": 128, "num_warps": 1, "num_stages": 1}),

@@ -16,6 +16,7 @@ from torch import nn
 
 from mamba_teach.config import ModelConfig
 from mamba_teach.model.attention import Attention
+from mamba_teach.model.linear import Linear
 from mamba_teach.model.mamba2 import Mamba2Mixer
 from mamba_teach.model.metadata import LayerCache, LayerMetadata
 from mamba_teach.model.mlp import MLP
@@ -70,7 +71,7 @@ class HybridModel(nn.Module):
         super().__init__()
         self.config = config
         self.model = Trunk(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embeddings.weight
         self.mtp = MTPHead(config, Block) if config.mtp_pattern else None

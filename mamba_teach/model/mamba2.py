@@ -23,6 +23,7 @@ from mamba_kernels import (
     selective_state_update,
 )
 from mamba_teach.config import ModelConfig
+from mamba_teach.model.linear import Linear
 from mamba_teach.model.metadata import MambaCache, MambaMetadata
 
 
@@ -52,13 +53,13 @@ class Mamba2Mixer(nn.Module):
         heads = config.mamba_num_heads
         # Rows of in_proj: gate d_inner | x d_inner | B G*N | C G*N | dt H
         self.split_sizes = [config.d_inner, config.conv_dim, heads]
-        self.in_proj = nn.Linear(config.hidden_size, sum(self.split_sizes), bias=config.use_bias)
+        self.in_proj = Linear(config.hidden_size, sum(self.split_sizes), bias=config.use_bias)
         self.conv1d = DepthwiseConv(config.conv_dim, config.conv_kernel, config.use_conv_bias)
         self.dt_bias = nn.Parameter(torch.empty(heads))
         self.A_log = nn.Parameter(torch.empty(heads))
         self.D = nn.Parameter(torch.empty(heads))
         self.norm = GatedNorm(config.d_inner)
-        self.out_proj = nn.Linear(config.d_inner, config.hidden_size, bias=config.use_bias)
+        self.out_proj = Linear(config.d_inner, config.hidden_size, bias=config.use_bias)
 
     def forward(
         self, hidden: torch.Tensor, metadata: MambaMetadata, cache: MambaCache

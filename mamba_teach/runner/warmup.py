@@ -8,17 +8,20 @@ what the cache holds is not touched.
 
 What makes variants of a model's kernels: decode rows, prefill rows without and with checkpoints, and
 prefill rows that stand behind an odd number of decode tokens, where the rows of a projection need not
-begin on an aligned address.
+begin on an aligned address. The scan has two forms, and few prefill rows may run one of them and many
+the other (:func:`mamba_kernels.chunk_scan_launch.choose_form`), so there are batches of one row and of
+as many as fill a GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
+from itertools import accumulate, product
 
 import torch
 
 from mamba_kernels import build_chunk_layout
+from mamba_kernels.tuning import programs_to_fill
 from mamba_teach.cache.groups import CacheGroup
 from mamba_teach.cache.specs import MambaSpec
 from mamba_teach.model.metadata import (
@@ -53,15 +56,18 @@ def warm_up(
             tokens and have 1 + k slots, which makes other variants of the decode kernels.
     """
     device = model.device
+    fill = programs_to_fill()  # a row is at least one program of the scan (and the first is short)
+    prefills = list(product((1,) if fill == 1 else (1, fill + 1), PREFILL_LENGTHS, (False, True)))
     for num_decodes in (0, 1, 2):
-        for length, with_checkpoints in ((0, False), *product(PREFILL_LENGTHS, (False, True))):
-            num_tokens = num_decodes + length
+        for rows, length, with_checkpoints in ((0, 0, False), *prefills):
+            lengths = [length, *[PREFILL_LENGTHS[-1]] * (rows - 1)] if rows else []
+            num_tokens = num_decodes + sum(lengths)
             if num_tokens == 0:
                 continue
             decode = _decode(num_decodes, num_speculative_tokens, uses_replay(groups), device)
-            prefill = _prefill(length, with_checkpoints, chunk_size, device) if length else None
+            prefill = _prefill(lengths, with_checkpoints, chunk_size, device) if rows else None
             mamba = MambaMetadata(num_decodes, decode, prefill)
-            attention = _attention(num_decodes, length, device)
+            attention = _attention([1] * num_decodes + lengths, device)
             metadata: list[LayerMetadata] = [None] * len(caches)
             used: list[LayerCache] = [None] * len(caches)  # attention gets none: it writes no page
             for group in groups:
@@ -94,12 +100,13 @@ def _decode(rows: int, k: int, replay: bool, device: torch.device) -> MambaDecod
 
 
 def _prefill(
-    length: int, with_checkpoints: bool, chunk_size: int, device: torch.device
+    lengths: Sequence[int], with_checkpoints: bool, chunk_size: int, device: torch.device
 ) -> MambaPrefill:
-    """One prefill row that keeps nothing."""
-    starts = torch.tensor([0, length], dtype=torch.int32)
-    none = torch.zeros(1, dtype=torch.int32)
-    checkpoints = torch.tensor([[0, 2, 0]], dtype=torch.int32) if with_checkpoints else None
+    """Prefill rows that keep nothing."""
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    none = torch.zeros(len(lengths), dtype=torch.int32)
+    null = torch.tensor([[0, lengths[0], 0]], dtype=torch.int32)
+    checkpoints = null if with_checkpoints else None
     layout = build_chunk_layout(starts, none, chunk_size, checkpoints)
     return MambaPrefill(
         query_start_loc=starts.to(device),
@@ -112,9 +119,9 @@ def _prefill(
     )
 
 
-def _attention(num_decodes: int, length: int, device: torch.device) -> AttentionMetadata:
+def _attention(query_lens: Sequence[int], device: torch.device) -> AttentionMetadata:
     """Attention runs on torch's kernels, which need no warming; without a cache it keeps nothing."""
-    lengths = torch.tensor([1] * num_decodes + [length] * (length > 0), device=device)
+    lengths = torch.tensor(query_lens, device=device)
     starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     return AttentionMetadata(
         query_start_loc=starts,

@@ -72,7 +72,8 @@ def test_nothing_spills_and_everything_fits(reports: list[aot.Report]) -> None: 
 
 @pytest.mark.slow
 def test_products_reach_the_tensor_cores(reports: list[aot.Report]) -> None:  # type: ignore[name-defined]
-    with_products = {"chunk_state_kernel", "chunk_scan_kernel"}
+    with_products = {"chunk_state_kernel", "chunk_scan_kernel", "fused_scan_kernel",
+                     "replay_state_update_kernel", "materialize_states_kernel"}  # fmt: skip
     for r in reports:
         assert (r.tensor_core > 0) == (r.kernel in with_products), r
 

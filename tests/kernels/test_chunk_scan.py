@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,88 +10,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kernel_reference import Pool, assert_close, f64, lazy_memory, ssm
+from kernels.prefill import Prefill, both
+from support.kernel_reference import assert_close, f64, lazy_memory
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mamba_kernels import build_chunk_layout, chunk_scan, chunk_scan_launch, mamba_chunk_scan
+from mamba_kernels import build_chunk_layout, chunk_scan, chunk_scan_launch
 from mamba_kernels.backend import jit, tl
+from mamba_kernels.chunk_scan_launch import FORMS
 from mamba_kernels.chunk_scan_triton import state_after_tile
 from mamba_kernels.launch import count_launches
 from mamba_kernels.tuning_table import TABLE
-
-BACKENDS = ["torch", pytest.param("triton", marks=pytest.mark.interpreter)]
-both = pytest.mark.parametrize("backend", BACKENDS)
-
-
-class Prefill:
-    """Packed prompts of the given lengths; slots are handed out in a shuffled order."""
-
-    def __init__(
-        self, lengths: Sequence[int], *, computed: Sequence[int] | None = None, chunk_size: int = 8,
-        continues: Sequence[bool] | None = None, ends: Sequence[tuple[int, int]] = (),
-        heads: int = 2, head_dim: int = 32, state_size: int = 16, groups: int = 1, seed: int = 0,
-        poison: float = math.nan, padding: int = 0, in_place: bool = False,
-        dtype: torch.dtype = torch.float32, pool_dtype: torch.dtype = torch.float32,
-    ) -> None:  # fmt: skip
-        g = torch.Generator().manual_seed(seed)
-        rows, self.lengths, self.chunk_size = len(lengths), list(lengths), chunk_size
-        self.query_start_loc = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
-        self.computed = torch.tensor([0] * rows if computed is None else computed, dtype=torch.int32)
-        self.continues = torch.tensor([True] * rows if continues is None else continues)
-        tokens = sum(lengths) + padding
-
-        # x, B and C are views into one projection, as in the model.
-        widths = [heads * head_dim, groups * state_size, groups * state_size, 3]
-        x, B, C, _ = torch.randn(tokens, sum(widths), generator=g).to(dtype).split(widths, dim=1)
-        self.x = x.unflatten(1, (heads, head_dim))
-        self.B, self.C = (t.unflatten(1, (groups, state_size)) for t in (B, C))
-        self.dt = (torch.randn(tokens, heads, generator=g) * 2 - 2).to(dtype)
-        self.A = -torch.rand(heads, generator=g) * 4
-        self.D, self.dt_bias = torch.randn(heads, generator=g), torch.randn(heads, generator=g)
-        self.dt_limit = (0.0, math.inf)
-
-        slots = (torch.randperm(2 * rows + len(ends), generator=g) + 1).int()
-        self.src = slots[:rows].clone()
-        self.dst = self.src.clone() if in_place else slots[rows : 2 * rows].clone()
-        kept = [[seq, end, int(slot)] for (seq, end), slot in zip(ends, slots[2 * rows :])]
-        self.checkpoints = torch.tensor(kept, dtype=torch.int32) if kept else None
-        self.pool = Pool(len(slots) + 2, (heads, head_dim, state_size), poison, dtype=pool_dtype)
-        self.pool.own(self.src[self.continues].tolist(), g)
-
-    def run(self, backend: str, **changes: Any) -> torch.Tensor:
-        arguments = dict(
-            x=self.x, dt=self.dt, A=self.A, B=self.B, C=self.C, D=self.D, dt_bias=self.dt_bias,
-            ssm_state=self.pool.state, query_start_loc=self.query_start_loc,
-            num_computed_tokens=self.computed, chunk_size=self.chunk_size, src_slots=self.src,
-            dst_slots=self.dst, has_initial_state=self.continues, checkpoints=self.checkpoints,
-            dt_limit=self.dt_limit, backend=backend,
-        )  # fmt: skip
-        return mamba_chunk_scan(**(arguments | changes))
-
-    def check(self, y: torch.Tensor, rtol: float = 1e-4) -> None:
-        """Outputs, kept states, and that nothing else was written."""
-        expected, written, size = np.zeros(self.x.shape), {}, self.pool.state[0].numel()
-        for row, length in enumerate(self.lengths):
-            if length == 0:
-                continue
-            start, src, dst = int(self.query_start_loc[row]), int(self.src[row]), int(self.dst[row])
-            initial = np.zeros(self.pool.state.shape[1:])
-            if self.continues[row] and src > 0:
-                initial = f64(self.pool.before(src))
-            x, dt, B, C = (f64(t[start : start + length]) for t in (self.x, self.dt, self.B, self.C))
-            A, D, bias = f64(self.A), f64(self.D), f64(self.dt_bias)
-            expected[start : start + length], states = ssm(
-                initial, x, dt, A, B, C, D, bias, self.dt_limit
-            )
-            kept = [] if self.checkpoints is None else self.checkpoints.tolist()
-            for end, slot in [(length, dst)] + [(e, s) for seq, e, s in kept if seq == row]:
-                if slot > 0:
-                    written[slot] = size
-                    assert_close(self.pool.state[slot], states[end - 1], f"row {row}, {end}", rtol)
-        assert_close(y, expected, "y", rtol)
-        assert not y[sum(self.lengths) :].any(), "padding"
-        self.pool.assert_untouched(except_for=written)
-
 
 EDGES = [0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33]
 
@@ -124,10 +51,11 @@ def test_twin_equals_the_recurrence(prefill: Prefill) -> None:
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=40)
-@given(prefills())
-def test_kernels_equal_the_recurrence(prefill: Prefill) -> None:
-    prefill.check(prefill.run("triton"))
+@given(prefill=prefills())
+def test_kernels_equal_the_recurrence(form: str, prefill: Prefill) -> None:
+    prefill.check(prefill.run(form))
 
 
 @both
@@ -194,6 +122,8 @@ def test_a_sequence_starts_in_the_middle_of_a_chunk(
 ) -> None:
     config = {"BLOCK_I": 16, "BLOCK_J": 16, "BLOCK_P": 16, "num_warps": 1, "num_stages": 1}
     monkeypatch.setitem(TABLE, "chunk_scan_kernel", [("any", {}, config)])
+    config = {"BLOCK_T": 16, "BLOCK_P": 16, "num_warps": 1, "num_stages": 1}
+    monkeypatch.setitem(TABLE, "fused_scan_kernel", [("any", {}, config)])
     for lengths, chunk_size, continues in (([5, 6], 8, [False, True]), ([40, 100], 64, [True, True])):
         order = slice(None, None, -1 if swap else 1)
         prefill = Prefill(lengths[order], chunk_size=chunk_size, continues=continues[order])
@@ -372,15 +302,18 @@ class _NoSync(TorchDispatchMode):
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("form, launches", [("chunks", 3), ("fused", 1)])
 @pytest.mark.parametrize("lengths", [[5], [5, 0, 30, 2, 11]])
-def test_three_launches_and_no_sync(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_and_no_sync(
+    lengths: list[int], form: str, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prefill = Prefill(lengths, ends=[(0, 3), (0, 5)], padding=2)
     layout = build_chunk_layout(prefill.query_start_loc, prefill.computed, 8, prefill.checkpoints)
     launched = []
     monkeypatch.setattr(chunk_scan_launch, "launch", lambda kernel, *_, **__: launched.append(kernel))
     with _NoSync():
-        prefill.run("triton", layout=layout)
-    assert len(launched) == 3
+        prefill.run(form, layout=layout)
+    assert len(launched) == launches
 
 
 @both

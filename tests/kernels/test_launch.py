@@ -159,12 +159,15 @@ def test_each_kernel_has_a_row_for_every_machine(kernel_name: str) -> None:
 #: Pointers to slots, offsets, counts, flags and addresses. All others point to operands.
 INTEGERS = re.compile(
     r"(query_start_loc|\w*slots?|num_\w+|checkpoint\w*|has_initial_state|\w*table|offsets|\w*order"
-    r"|cu_\w+|seq_idx|\w*chunks?)(_ptr)?"
+    r"|cu_\w+|seq_idx|\w*chunks?|ring_(rows|starts))(_ptr)?"
 )
 #: Moves words, not numbers: dtypes do not matter to it.
 MOVES_BITS = {"copy_states.py"}
 #: Between the kernels of the scan: always float32, no caller chooses it.
-SCRATCH = {"chunk_scan_triton.py": {"states_ptr", "hi_ptr", "lo_ptr", "dt_ptr"}}
+SCRATCH = {
+    "chunk_scan_triton.py": {"states_ptr", "hi_ptr", "lo_ptr", "dt_ptr"},
+    "replay_triton.py": {"ring_dt_ptr", "ring_decay_ptr"},
+}
 
 
 def loads_without_upcast(source: str, scratch: Set[str] = frozenset()) -> list[str]:

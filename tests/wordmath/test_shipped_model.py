@@ -76,7 +76,11 @@ def test_demo_prints_one_json_object() -> None:
     report = json.loads(result.stdout)
     assert set(report) == {
         "problems", "accuracy", "generated_tokens", "steps", "cache_mode", "cached_tokens",
-        "prompt_tokens", "accepted_per_step", "graphs", "device", "backend",
+        "prompt_tokens", "accepted_per_step", "graphs", "device", "backend", "drafted_tokens",
+        "accepted_drafts", "graph_steps", "hit_rate",
     }  # fmt: skip
+    assert report["cache_mode"] == "all" and report["graphs"] in ("record", "cuda")
+    assert report["accepted_per_step"] >= 2.5 and report["graph_steps"] > 0
+    assert 0 < report["accepted_drafts"] <= report["drafted_tokens"]
     assert report["problems"] >= 32 and report["accuracy"] >= 0.9
     assert report["cached_tokens"] / report["prompt_tokens"] >= 0.7
