@@ -17,7 +17,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: the words are not understood; usage and reason are printed.
     """
-    parser = argparse.ArgumentParser(prog="python -m mamba_teach", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m mamba_teach",
+        description="A serving engine for hybrid Mamba2 models. See it work: %(prog)s demo",
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     demo = commands.add_parser("demo", help="serve the shipped model on held-out word problems")
     demo.add_argument("--problems", type=_positive, default=32, metavar="N", help="default: 32")

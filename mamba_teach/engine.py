@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -53,6 +54,8 @@ class Engine:
         *,
         proposer: Proposer | None = None,
     ) -> None:
+        if isinstance(model, str | Path):
+            raise TypeError(f"model={model!r} is a name: Engine(load_model({str(model)!r}), ...)")
         self.config = config = config or EngineConfig()
         self.device = resolve_device(config.device)
         self.model = model.place(self.device, getattr(torch, config.dtype))
@@ -75,6 +78,7 @@ class Engine:
             proposer = make_proposer(model, config)
         elif k == 0:
             raise ValueError("a proposer is given, but num_speculative_tokens=0 leaves it no token")
+        self.runner = ModelRunner(self.model, config, groups, num_blocks, emit, proposer)
         self.cache = CacheCoordinator(
             groups, num_blocks, mode.caches_prefixes, emit, num_lookahead_tokens=k * mtp_drafts
         )
@@ -82,7 +86,6 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._num_arrivals = 0
         self.scheduler = Scheduler(config, self.cache, mode.effective == "align", emit)
-        self.runner = ModelRunner(self.model, config, groups, num_blocks, emit, proposer)
 
     def generate(
         self,
@@ -102,6 +105,7 @@ class Engine:
 
         Raises:
             RequestRefused: a prompt cannot be served. Then none has been started.
+            TypeError: ``prompts`` is a single text.
             RuntimeError: requests from :meth:`add_request` are still running; their outputs belong
                 to whoever steps the engine.
         """
@@ -110,6 +114,8 @@ class Engine:
                 f"generate() with {len(self._requests)} unfinished requests of add_request(): step "
                 f"the engine until they are done, or add these prompts with add_request() too"
             )
+        if isinstance(prompts, str):
+            raise TypeError(f"prompts is one text, {prompts[:40]!r}; pass a list: generate([prompt])")
         if not isinstance(params, Sequence):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):

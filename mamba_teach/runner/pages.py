@@ -51,12 +51,12 @@ def allocate_pages(
             torch.zeros(num_blocks, page_size, dtype=torch.uint8, device=device)
             for _ in range(positions)
         ]
-    except RuntimeError as error:  # torch's out-of-memory errors, of every device
+    except RuntimeError:  # torch's out-of-memory errors, of every device
         raise MemoryError(
             f"the cache does not fit into the memory of {device}: {num_blocks} blocks of {page_size} "
             f"bytes in {positions} layers of a group are {num_blocks * page_size * positions / 1e9:.1f} "
             f"GB; lower max_num_seqs, max_model_len or num_blocks"
-        ) from error
+        ) from None
     caches: list[LayerCache] = [None] * num_layers
     for group in groups:
         for position, layer in enumerate(group.layers):

@@ -140,6 +140,7 @@ class ExhibitPicker:
         """
         self.visit = visit(self.exhibits[self._known(name)])
         self._page.value = page(self.visit)
+        self._dropdown.value = name  # the list says so, too, whoever chose
         return self.visit
 
     def _known(self, name: str) -> str:
@@ -150,7 +151,8 @@ class ExhibitPicker:
     def _guard(self, name: str) -> None:
         """The list's callback; an error is shown in the widget and raised, so that nobody misses it."""
         try:
-            self.choose(name)
+            if name != self.visit.exhibit.name:  # else it is shown already
+                self.choose(name)
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
             self._trouble.value = f'<pre style="color:#D55E00">{escape(said)}</pre>'

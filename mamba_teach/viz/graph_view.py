@@ -231,7 +231,7 @@ def _draw_nodes(canvas: Canvas, seen: GraphView, column: float) -> None:
         x, middle = _left(column, i), canvas.y + BOX / 2
         canvas.axes.add_patch(_box(x, canvas.y, column, BOX, colour, hatch))
         canvas.text(x + column / 2, middle, LETTERS[i], fontsize=9, fontweight="bold", ha="center",
-                    bbox={"fc": colour, "lw": 0, "pad": 1.5})  # fmt: skip
+                    bbox={"fc": "white", "lw": 0, "pad": 1.2})  # fmt: skip
         canvas.text(x + column / 2 - 0.06, canvas.y - 0.04, short_name(node), fontsize=8,
                     rotation=35, rotation_mode="anchor", va="bottom")  # fmt: skip
     canvas.y += BOX + 0.08
@@ -270,11 +270,11 @@ def _draw_place(canvas: Canvas, seen: GraphView, place: tuple[int, int], column:
         if result.is_held:
             width = end + TAIL - 0.05 - x
             canvas.text(
-                end + 0.03, middle, "held", fontsize=8, bbox={"fc": colour, "lw": 0, "pad": 1.5}
+                end + 0.03, middle, "held", fontsize=8, bbox={"fc": "white", "lw": 0, "pad": 1.2}
             )
         canvas.axes.add_patch(_box(x, canvas.y, width, ROW - 0.06, colour, hatch))
         canvas.text(x + column / 2, middle, LETTERS[result.first], fontsize=8.5, ha="center",
-                    bbox={"fc": colour, "lw": 0, "pad": 1.5})  # fmt: skip
+                    bbox={"fc": "white", "lw": 0, "pad": 1.2})  # fmt: skip
     canvas.y += ROW
 
 

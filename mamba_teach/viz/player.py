@@ -86,6 +86,7 @@ class BoardPlayer:
         """Who owned a slot, in words; also shown below the board."""
         said = history.answers(self.events, [slot])[slot]
         self._answer.value = f'<pre style="margin:2px 0">{escape(said)}</pre>'
+        self._slot.value = slot
         return said
 
     def owner_history(self, slot: int) -> list[tuple[int, int, str]]:

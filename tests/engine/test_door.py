@@ -227,3 +227,15 @@ def test_a_cache_larger_than_memory_is_refused_with_its_size() -> None:
     groups = engine_for().cache.groups
     with pytest.raises(MemoryError, match=r"10000000000000000 blocks of .* GB; lower max_num_seqs"):
         allocate_pages(groups, 4, 10**16, torch.device("cpu"))
+
+
+def test_a_text_where_a_list_belongs_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"one text, 'Q: hello'; pass a list"):
+        engine_for().generate("Q: hello")
+    with pytest.raises(TypeError, match=r"model='wordmath' is a name: Engine\(load_model"):
+        Engine("wordmath")  # type: ignore[arg-type]
+
+
+def test_a_pool_larger_than_memory_is_refused_before_anything_is_counted() -> None:
+    with pytest.raises(MemoryError, match="10000000000000000 blocks"):
+        Engine(toy_model("M*"), EngineConfig(num_blocks=10**16, device="cpu"))
