@@ -104,6 +104,14 @@ def state_sizes(
         num_speculative_tokens: (k) each adds an input to the convolution window.
         dtype: of convolution windows, keys and values.
         ssm_state_dtype: of SSM states.
+
+    >>> from mamba_teach.config import ModelConfig
+    >>> sizes = state_sizes(ModelConfig(
+    ...     vocab_size=1, hidden_size=1, pattern="M*", mamba_num_heads=128, mamba_head_dim=64,
+    ...     ssm_state_size=128, n_groups=8, num_attention_heads=64, num_key_value_heads=2,
+    ...     head_dim=128))
+    >>> sizes.state_bytes, sizes.token_bytes, sizes.block_size
+    (4255744, 1024, 4160)
     """
     config = model if isinstance(model, ModelConfig) else config_from_json(model)
     window = config.conv_kernel - 1 + num_speculative_tokens

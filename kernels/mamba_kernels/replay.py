@@ -77,7 +77,11 @@ class ReplayRing:
 
 
 def must_flush(num_pending: int, max_query_len: int, capacity: int) -> bool:
-    """Whether a step with so many pending inputs writes a new checkpoint."""
+    """Whether a step with so many pending inputs writes a new checkpoint.
+
+    >>> [must_flush(pending, max_query_len=4, capacity=16) for pending in (0, 12, 13)]
+    [False, False, True]
+    """
     return num_pending + max_query_len > capacity
 
 

@@ -237,10 +237,17 @@ def derived_block_size(state_bytes: int, token_bytes: int) -> int:
     Args:
         state_bytes: of one Mamba layer's state, conv window included.
         token_bytes: of one token's key and value in one attention layer.
+
+    >>> derived_block_size(state_bytes=29_696, token_bytes=640)  # 46.4 tokens' worth
+    48
     """
     return BLOCK_MULTIPLE * max(1, cdiv(state_bytes, BLOCK_MULTIPLE * token_bytes))
 
 
 def cdiv(a: int, b: int) -> int:
-    """Ceiling division of non-negative integers."""
+    """Ceiling division of non-negative integers.
+
+    >>> cdiv(16, 16), cdiv(17, 16)
+    (1, 2)
+    """
     return -(-a // b)

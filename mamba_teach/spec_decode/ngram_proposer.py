@@ -13,7 +13,11 @@ from mamba_teach.spec_decode.proposer import DraftContext, DraftRow
 
 
 class NgramProposer:
-    """Looks up the longest of the last ``max_ngram`` to ``min_ngram`` tokens."""
+    """Looks up the longest of the last ``max_ngram`` to ``min_ngram`` tokens.
+
+    >>> NgramProposer().continue_text([1, 2, 3, 4, 9, 2, 3], count=2)
+    [4, 9]
+    """
 
     name = "by n-grams: what followed the last time"
 

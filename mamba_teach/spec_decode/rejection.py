@@ -29,6 +29,13 @@ def verify(drafts: Sequence[int], chosen: Sequence[int]) -> list[int]:
 
     Returns:
         1 to ``1 + d`` tokens.
+
+    >>> verify([7, 8, 9], [7, 8, 5, 4])  # the third draft is wrong, and 5 is the model's own
+    [7, 8, 5]
+    >>> verify([7, 8], [7, 8, 3])  # all right, and one more
+    [7, 8, 3]
+    >>> verify([], [6])
+    [6]
     """
     kept = []
     for draft, token in zip(drafts, chosen, strict=False):
