@@ -7,6 +7,7 @@ instant and the parts that need no torch can be used without it.
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
+    if name == "__version__":
+        return version("mamba_teach")
     raise AttributeError(f"module 'mamba_teach' has no attribute {name!r}")
 
 

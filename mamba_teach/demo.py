@@ -98,6 +98,11 @@ def report(engine: Engine, evaluation: Evaluation) -> dict[str, object]:
     }
 
 
+def counted(number: int, noun: str) -> str:
+    """"1 block", "2 blocks"."""
+    return f"{number} {noun}" + "s" * (number != 1)
+
+
 def hit_rate(evaluation: Evaluation) -> float:
     """Part of the prompt tokens that came from the prefix cache."""
     cached = sum(o.num_cached_tokens for o in evaluation.outputs)
@@ -141,7 +146,7 @@ def print_report(engine: Engine, evaluation: Evaluation) -> None:
     for problem, output, correct in shown[:NUM_ANSWERS_SHOWN]:
         print(f"\nQ: {problem.question}\nA:{output.text}   [{'right' if correct else 'wrong'}]")
     print(
-        f"\n{facts['problems']} problems, accuracy {evaluation.accuracy:.1%}; "
+        f"\n{counted(len(evaluation.outputs), 'problem')}, accuracy {evaluation.accuracy:.1%}; "
         f"{facts['prompt_tokens']} prompt tokens ({facts['cached_tokens']} of them from the prefix "
         f"cache: a hit rate of {hit_rate(evaluation):.0%})\nand {facts['generated_tokens']} generated "
         f"in {facts['steps']} steps."
@@ -161,6 +166,6 @@ def print_report(engine: Engine, evaluation: Evaluation) -> None:
     print(
         f"\nOf a Mamba layer a request holds its running state, however long it is, and while it "
         f"guesses, one more state\nper guess; of attention it holds all of its tokens, in blocks of "
-        f"{board.block_size}. {shared} blocks have more than one owner:\nthe worked examples that all "
-        f"prompts begin with."
+        f"{board.block_size}. {counted(shared, 'block')} have more than one owner:\nthe worked examples "
+        f"that all prompts begin with."
     )

@@ -13,7 +13,7 @@ smallest, so that all find their memory in what the first one took.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 
 import torch
 
@@ -119,10 +119,11 @@ class DecodeGraphs:
         step = self.steps[size]
         now = addresses_of(inputs)
         if now != step.addresses:
-            moved = [i for i, pair in enumerate(zip(now, step.addresses)) if pair[0] != pair[1]]
+            names = names_of(inputs)
+            moved = [name for name, a, b in zip(names, now, step.addresses) if a != b]
             raise GraphReplayError(
-                f"inputs {moved} of the graph of {size} requests are not where they were at capture: "
-                f"it would read what lies there now"
+                f"not where they were when the graph of {size} requests was captured: "
+                f"{', '.join(moved)}; it would read what lies there now"
             )
         step.graph.replay()
         return step.hidden, step.logits
@@ -139,6 +140,18 @@ def run_step(
 def addresses_of(inputs: StepInputs) -> tuple[int, ...]:
     """Where the tensors of a step's inputs begin in memory, in a fixed order."""
     return tuple(t.data_ptr() for t in tensors_in((inputs.token_ids, inputs.metadata)))
+
+
+def names_of(inputs: StepInputs) -> list[str]:
+    """What the addresses of :func:`addresses_of` belong to, such as "conv_src_slots of layer 0"."""
+    names = ["token_ids"]
+    for layer, of_layer in enumerate(inputs.metadata):
+        parts = [of_layer, *vars(of_layer).values()] if of_layer is not None else []
+        for part in parts:
+            fields = vars(part) if is_dataclass(part) else {}
+            tensors = [name for name, value in fields.items() if isinstance(value, torch.Tensor)]
+            names += [f"{name} of layer {layer}" for name in tensors]
+    return names
 
 
 def check_pool(sizes: Sequence[int], groups: Sequence[CacheGroup], num_blocks: int) -> None:
