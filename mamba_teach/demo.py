@@ -71,7 +71,7 @@ def mode_line(engine: Engine) -> list[str]:
 def report_modes(engine: Engine) -> dict[str, str]:
     return {
         "cache_mode": engine.cache_mode.effective,
-        "graphs": engine.runner.graph_summary().kind,
+        "graphs": engine.runner.graph_kind,
         "device": engine.device.type,
         "backend": choose_backend(torch.empty(0, device=engine.device)),
     }

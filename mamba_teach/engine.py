@@ -30,7 +30,7 @@ from mamba_teach.runner.served_model import ServedModel
 from mamba_teach.scheduler import Scheduler
 from mamba_teach.spec_decode.choose import make_proposer, uses_mtp_head
 from mamba_teach.spec_decode.proposer import Proposer
-from mamba_teach.summary import EngineSummary
+from mamba_teach.summary import EngineSummary, GraphSummary
 
 
 class Engine:
@@ -196,6 +196,10 @@ class Engine:
 
     def summary(self) -> EngineSummary:
         """What was asked for, what it became, and why. Prints as a table."""
+        graphs = GraphSummary("off")
+        if (captured := self.runner.graphs) is not None:
+            sizes = tuple(sorted(captured.steps))
+            graphs = GraphSummary(captured.kind, sizes, captured.num_launches)
         return EngineSummary.of(
             self.model.config,
             self.config,
@@ -203,7 +207,7 @@ class Engine:
             self.cache,
             self.device.type,
             None if self.runner.proposer is None else self.runner.proposer.name,
-            self.runner.graph_summary(),
+            graphs,
         )
 
     def reset_prefix_cache(self) -> None:

@@ -46,6 +46,10 @@ class ScheduledRow:
         """Tokens up to the end of the step, whether or not they will count."""
         return self.num_computed + self.num_tokens
 
+    def computed_after(self, num_sampled: int) -> int:
+        """Tokens computed after the step: of a row with drafts only those that turned out right."""
+        return self.num_computed + num_sampled if self.num_drafts else self.seq_len
+
     @property
     def token_ids(self) -> list[int]:
         """The row's input."""
@@ -154,9 +158,7 @@ class Scheduler:
             finish_reason: if it is done.
         """
         request, n = row.request, row.num_computed
-        # Of a row with drafts only the tokens that turned out right count.
-        n_after = n + len(sampled) if row.num_drafts else row.seq_len
-        request.num_computed_tokens = n_after
+        request.num_computed_tokens = n_after = row.computed_after(len(sampled))
         request.draft_token_ids = list(drafts)
         if row.num_drafts:
             request.num_drafted_tokens += row.num_drafts

@@ -70,6 +70,26 @@ def check_tensor(
         )
 
 
+def check_recurrence(
+    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor,
+    D: torch.Tensor, dt_bias: torch.Tensor, ssm_state: torch.Tensor, dt_limit: tuple[float, float],
+) -> None:  # fmt: skip
+    """Check what every form of the SSM recurrence is given: ``x (T, H, P)``, ``dt (T, H)``, ``B`` and
+    ``C (T, G, N)``, three numbers per head, a pool ``(slots, H, P, N)`` and a clamp."""
+    check_tensor("x", x, (None, None, None))
+    num_tokens, num_heads, head_dim = x.shape
+    check_tensor("dt", dt, (num_tokens, num_heads), like=x)
+    check_tensor("B", B, (num_tokens, None, None), like=x)
+    check_tensor("C", C, B.shape, like=x)
+    for name, per_head in (("A", A), ("D", D), ("dt_bias", dt_bias)):
+        check_tensor(name, per_head, (num_heads,), like=x, unit_stride=True)
+    if B.shape[1] < 1 or num_heads % B.shape[1]:
+        raise ValueError(f"B has {B.shape[1]} groups; they must divide the {num_heads} heads of x")
+    check_tensor("ssm_state", ssm_state, (None, num_heads, head_dim, B.shape[2]), like=x)
+    if not 0.0 <= dt_limit[0] <= dt_limit[1]:
+        raise ValueError(f"dt_limit={dt_limit}; expected 0 <= lower <= upper (upper may be inf)")
+
+
 def check_query_start_loc(query_start_loc: torch.Tensor, like: torch.Tensor) -> int:
     """Check the offsets; returns the number of rows ``R``. In debug also: 0 <= ... <= T, sorted."""
     check_tensor("query_start_loc", query_start_loc, (None,), dtypes=INT_DTYPES, like=like,

@@ -45,6 +45,7 @@ from mamba_kernels.checks import (
     INT_DTYPES,
     check_checkpoints,
     check_query_start_loc,
+    check_recurrence,
     check_slots,
     check_tensor,
 )
@@ -149,16 +150,7 @@ def _check(
     checkpoints: torch.Tensor | None,
     dt_limit: tuple[float, float],
 ) -> None:
-    check_tensor("x", x, (None, None, None))
-    num_tokens, num_heads, head_dim = x.shape
-    check_tensor("dt", dt, (num_tokens, num_heads), like=x)
-    check_tensor("B", B, (num_tokens, None, None), like=x)
-    check_tensor("C", C, B.shape, like=x)
-    for name, per_head in (("A", A), ("D", D), ("dt_bias", dt_bias)):
-        check_tensor(name, per_head, (num_heads,), like=x, unit_stride=True)
-    if B.shape[1] < 1 or num_heads % B.shape[1]:
-        raise ValueError(f"B has {B.shape[1]} groups; they must divide the {num_heads} heads of x")
-    check_tensor("ssm_state", ssm_state, (None, num_heads, head_dim, B.shape[2]), like=x)
+    check_recurrence(x, dt, A, B, C, D, dt_bias, ssm_state, dt_limit)
     num_seqs = check_query_start_loc(query_start_loc, x)
     check_tensor("num_computed_tokens", num_computed_tokens, (num_seqs,), dtypes=INT_DTYPES)
     check_slots("src_slots", src_slots, (num_seqs,), ssm_state)
@@ -167,8 +159,6 @@ def _check(
                  unit_stride=True)  # fmt: skip
     if checkpoints is not None:
         check_checkpoints(checkpoints, query_start_loc, ssm_state)
-    if not 0.0 <= dt_limit[0] <= dt_limit[1]:
-        raise ValueError(f"dt_limit={dt_limit}; expected 0 <= lower <= upper (upper may be inf)")
 
 
 def _check_layout(

@@ -25,7 +25,7 @@ from mamba_kernels.chunk_scan_triton import (
 )
 from mamba_kernels.fused_scan_triton import fused_scan_kernel
 from mamba_kernels.launch import AotCase, aot_case, cdiv, launch, next_power_of_2
-from mamba_kernels.tuning import config_for, current_arch, programs_to_fill
+from mamba_kernels.tuning import config_for, current_arch, dot_precision, programs_to_fill
 
 # Why the scan's rows in tuning_table.py are what they are.
 #
@@ -255,7 +255,7 @@ def _products_config(
         "STATE_SIZE": state_size,
         "BLOCK_N": max(16, next_power_of_2(state_size)),
         "DOT_DTYPE": dot,
-        "PRECISION": "tf32x3" if arch.startswith("sm_") else "ieee",
+        "PRECISION": dot_precision(arch),
     }
 
 

@@ -29,7 +29,6 @@ States move as bits, not as numbers: dtypes do not matter, NaNs arrive intact.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 
@@ -37,7 +36,7 @@ import torch
 
 from mamba_kernels.backend import choose_backend, jit, tl
 from mamba_kernels.checks import INT_DTYPES, check_slots, check_tensor, debug_enabled
-from mamba_kernels.launch import AotCase, aot_case, cdiv, launch, next_power_of_2
+from mamba_kernels.launch import AotCase, address_table, aot_case, cdiv, launch, next_power_of_2
 from mamba_kernels.tuning import config_for
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -210,14 +209,6 @@ def copy_states_kernel(
 _WORD_TYPES = {8: "int64", 4: "int32", 2: "int16", 1: "int8"}
 
 
-@functools.cache
-def _address_table(addresses: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Addresses on the device, made once: copying them there is not for every step, and a captured
-    graph must find its table where it was. So nothing is evicted; a table is a few hundred bytes.
-    """
-    return torch.tensor(addresses, dtype=torch.int64, device=device)
-
-
 def _copy_states_triton(
     pairs: Pairs, src_slots: torch.Tensor, conv_src_slots: torch.Tensor, dst_slots: torch.Tensor,
     window_offsets: torch.Tensor,
@@ -239,8 +230,8 @@ def _copy_states_triton(
     launch(
         copy_states_kernel,
         (ssm_tiles + conv_tiles, len(pairs)),
-        _address_table(conv_addresses, conv_state.device),
-        _address_table(ssm_addresses, conv_state.device),
+        address_table(conv_addresses, conv_state.device),
+        address_table(ssm_addresses, conv_state.device),
         src_slots, conv_src_slots, dst_slots, window_offsets, src_slots.numel(),
         conv_page // word, ssm_page // word,
         WINDOW_LEN=conv_state.shape[1], CONV_WORDS=entry_bytes // word, SSM_WORDS=ssm_bytes // word,

@@ -174,6 +174,14 @@ def _type_of(value: Any, unspecialised: bool) -> str:
     return "1" if value == 1 else "int:16" if value % 16 == 0 else "int"
 
 
+@functools.cache
+def address_table(addresses: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Addresses on the device, made once: copying them there is not for every step, and a captured
+    graph must find its table where it was. So nothing is evicted; a table is a few hundred bytes.
+    """
+    return torch.tensor(addresses, dtype=torch.int64, device=device)
+
+
 @dataclass(frozen=True)
 class AotCase:
     """One variant to compile ahead of time, described without tensors.

@@ -33,18 +33,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from mamba_kernels.backend import choose_backend
 from mamba_kernels.checks import (
     INT_DTYPES,
     check_query_start_loc,
+    check_recurrence,
     check_row_lengths,
     check_slots,
     check_tensor,
     debug_enabled,
 )
 from mamba_kernels.replay_triton import materialize_states_triton, replay_state_update_triton
+from mamba_kernels.state_update import advance
 
 
 @dataclass(frozen=True)
@@ -193,16 +194,8 @@ def _check(
     D: torch.Tensor, dt_bias: torch.Tensor, ssm_state: torch.Tensor, ring: ReplayRing,
     query_start_loc: torch.Tensor, dt_limit: tuple[float, float],
 ) -> int:  # fmt: skip
-    check_tensor("x", x, (None, None, None))
-    num_tokens, num_heads, head_dim = x.shape
-    check_tensor("dt", dt, (num_tokens, num_heads), like=x)
-    check_tensor("B", B, (num_tokens, None, None), like=x)
-    check_tensor("C", C, B.shape, like=x)
-    for name, per_head in (("A", A), ("D", D), ("dt_bias", dt_bias)):
-        check_tensor(name, per_head, (num_heads,), like=x, unit_stride=True)
-    if B.shape[1] < 1 or num_heads % B.shape[1]:
-        raise ValueError(f"B has {B.shape[1]} groups; they must divide the {num_heads} heads of x")
-    check_tensor("ssm_state", ssm_state, (None, num_heads, head_dim, B.shape[2]), like=x)
+    check_recurrence(x, dt, A, B, C, D, dt_bias, ssm_state, dt_limit)
+    num_heads, head_dim = x.shape[1:]
     rows, length = ring.x.shape[:2]
     check_tensor("ring.x", ring.x, (rows, length, num_heads, head_dim), like=x)
     check_tensor("ring.B", ring.B, (rows, length, *B.shape[1:]), like=x)
@@ -216,8 +209,6 @@ def _check(
     for name, part in (("x", ring.x), ("B", ring.B), ("dt", ring.dt), ("log_decay", ring.log_decay)):
         if not part.is_contiguous():
             raise ValueError(f"ring.{name} has strides {part.stride()}; expected contiguous")
-    if not 0.0 <= dt_limit[0] <= dt_limit[1]:
-        raise ValueError(f"dt_limit={dt_limit}; expected 0 <= lower <= upper (upper may be inf)")
     num_rows = check_query_start_loc(query_start_loc, x)
     check_row_lengths(query_start_loc, ring.max_query_len)
     return num_rows
@@ -248,8 +239,7 @@ def _replay_state_update_torch(
     dt_limit: tuple[float, float],
 ) -> torch.Tensor:  # fmt: skip
     num_rows = len(src_slots)
-    num_heads, head_dim = x.shape[1:]
-    groups, state_size = B.shape[1:]
+    num_heads, head_dim, state_size = ssm_state.shape[1:]
     starts, lengths = query_start_loc[:-1].long(), query_start_loc.diff()
     live = (src_slots > 0) & (ring_rows > 0) & (lengths > 0)  # (R,)
     src, ring_row = (torch.where(live, slots, 0).long() for slots in (src_slots, ring_rows))
@@ -269,18 +259,7 @@ def _replay_state_update_torch(
     for i in range(ring.max_query_len):  # 1 + k turns, the same for every batch
         token = (starts + i).clamp(max=max(x.shape[0] - 1, 0))  # (R,)
         valid = live & (i < lengths)
-        x_i = x[token].float()  # (R, H, P)
-        dt_i = F.softplus(dt[token].float() + dt_bias.float()).clamp(*dt_limit)  # (R, H)
-        log_decay = dt_i * A.float()
-        B_i, C_i = (
-            bc[token].float().repeat_interleave(num_heads // groups, 1, output_size=num_heads)
-            for bc in (B, C)
-        )  # (R, H, N): head h gets group h // (H / G)
-        state.mul_(log_decay.exp().reshape(-1, 1, 1))
-        dt_x = (dt_i[..., None] * x_i).reshape(-1, head_dim, 1)
-        state.baddbmm_(dt_x, B_i.reshape(-1, 1, state_size))
-        y_i = torch.bmm(state, C_i.reshape(-1, state_size, 1)).view_as(x_i)
-        y_i = y_i + D.float()[:, None] * x_i
+        y_i, dt_i, log_decay = advance(state, token, x, dt, A, B, C, D, dt_bias, dt_limit)
         y_i = torch.where(valid[:, None, None], y_i, 0).to(x.dtype)
         out.index_add_(0, token, y_i)  # masked rows add an exact 0
 

@@ -17,15 +17,14 @@ B and the step sizes the entries written lie behind all pending ones (see the ri
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 
 from mamba_kernels.backend import jit, tl
 from mamba_kernels.device_math import step_size
-from mamba_kernels.launch import AotCase, aot_case, cdiv, launch, next_power_of_2
-from mamba_kernels.tuning import config_for, current_arch
+from mamba_kernels.launch import AotCase, address_table, aot_case, cdiv, launch, next_power_of_2
+from mamba_kernels.tuning import config_for, current_arch, dot_precision
 
 MIN_INPUTS = 16  # of a matrix product
 
@@ -223,7 +222,7 @@ def materialize_states_triton(
     ssm_state, ring = layers[0]
     device = ssm_state.device
     tables = [
-        _address_table(tuple(tensor.data_ptr() for tensor in tensors), device)
+        address_table(tuple(tensor.data_ptr() for tensor in tensors), device)
         for tensors in zip(*((state, r.x, r.B, r.dt, r.log_decay) for state, r in layers))
     ]
     num_heads, head_dim = ring.x.shape[2:]
@@ -242,25 +241,16 @@ def _type_of(tensor: torch.Tensor) -> Any:
     return getattr(tl, str(tensor.dtype).removeprefix("torch."))
 
 
-@functools.cache
-def _address_table(addresses: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(addresses, dtype=torch.int64, device=device)
-
-
 def _shape_constexprs(ring, ssm_state) -> dict:
     num_heads, head_dim = ring.x.shape[2:]
     groups, state_size = ring.B.shape[2:]
-    precision = _precision(current_arch())
+    precision = dot_precision(current_arch())
     return dict(
         LENGTH=ring.length, HEADS=num_heads, HEADS_PER_GROUP=num_heads // groups, HEAD_DIM=head_dim,
         STATE_SIZE=state_size, PRECISION=precision,
         BLOCK_N=max(MIN_INPUTS, next_power_of_2(state_size)),
         BLOCK_J=max(MIN_INPUTS, next_power_of_2(ring.capacity)),
     )
-
-
-def _precision(arch: str) -> str:
-    return "tf32x3" if arch.startswith("sm_") else "ieee"
 
 
 def _config(kernel_name: str, head_dim: int, ssm_state: torch.Tensor) -> dict:
@@ -275,7 +265,7 @@ def aot_cases(arch: str = "sm_90") -> list[AotCase]:
     for head_dim, state, act in ((64, "fp32", "bf16"), (64, "bf16", "bf16"), (80, "fp32", "bf16"),
                                  (64, "fp32", "fp32")):
         shape = dict(LENGTH=20, HEADS=128, HEADS_PER_GROUP=16, HEAD_DIM=head_dim, STATE_SIZE=128,
-                     PRECISION=_precision(arch), BLOCK_N=128, BLOCK_J=16)
+                     PRECISION=dot_precision(arch), BLOCK_N=128, BLOCK_J=16)
         small = {"query_start_loc_ptr": "*i32", "src_slots_ptr": "*i32", "dst_slots_ptr": "*i32",
                  "ring_rows_ptr": "*i32", "ring_starts_ptr": "*i32", "num_pending_ptr": "*i32"}
         config = config_for("replay_state_update_kernel", arch, head_dim=head_dim,

@@ -30,9 +30,9 @@ from mamba_kernels.backend import choose_backend
 from mamba_kernels.checks import (
     check_num_accepted,
     check_query_start_loc,
+    check_recurrence,
     check_row_lengths,
     check_slots,
-    check_tensor,
 )
 from mamba_kernels.cpu_rows import row_by_row, state_update_by_row
 from mamba_kernels.state_update_triton import selective_state_update_triton
@@ -81,7 +81,7 @@ def selective_state_update(
         return torch.zeros_like(x)
     if choose_backend(x, backend) == "triton":
         run = selective_state_update_triton
-    elif backend is None and row_by_row(x, ssm_state[0].numel()):
+    elif backend is None and row_by_row(x, ssm_state[0].numel()) and ssm_state[0].is_contiguous():
         run = state_update_by_row
     else:
         run = _selective_state_update_torch
@@ -106,24 +106,13 @@ def _check(
     num_accepted_tokens: torch.Tensor | None,
     dt_limit: tuple[float, float],
 ) -> None:
-    check_tensor("x", x, (None, None, None))
-    num_tokens, num_heads, head_dim = x.shape
-    check_tensor("dt", dt, (num_tokens, num_heads), like=x)
-    check_tensor("B", B, (num_tokens, None, None), like=x)
-    check_tensor("C", C, B.shape, like=x)
-    for name, per_head in (("A", A), ("D", D), ("dt_bias", dt_bias)):
-        check_tensor(name, per_head, (num_heads,), like=x, unit_stride=True)
-    if B.shape[1] < 1 or num_heads % B.shape[1]:
-        raise ValueError(f"B has {B.shape[1]} groups; they must divide the {num_heads} heads of x")
-    check_tensor("ssm_state", ssm_state, (None, num_heads, head_dim, B.shape[2]), like=x)
+    check_recurrence(x, dt, A, B, C, D, dt_bias, ssm_state, dt_limit)
     num_rows = check_query_start_loc(query_start_loc, x)
     check_slots("src_slots", src_slots, (num_rows, None), ssm_state)
     check_slots("dst_slots", dst_slots, src_slots.shape, ssm_state)
     check_row_lengths(query_start_loc, src_slots.shape[1])
     if num_accepted_tokens is not None:
         check_num_accepted(num_accepted_tokens, num_rows, src_slots.shape[1], x)
-    if not 0.0 <= dt_limit[0] <= dt_limit[1]:
-        raise ValueError(f"dt_limit={dt_limit}; expected 0 <= lower <= upper (upper may be inf)")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -146,8 +135,7 @@ def _selective_state_update_torch(
     num_accepted_tokens: torch.Tensor | None,
     dt_limit: tuple[float, float],
 ) -> torch.Tensor:
-    num_heads, head_dim = x.shape[1:]
-    groups, state_size = B.shape[1:]
+    num_heads, head_dim, state_size = ssm_state.shape[1:]
     starts, lengths = query_start_loc[:-1].long(), query_start_loc.diff()
     num_rows, max_query_len = src_slots.shape
 
@@ -163,20 +151,7 @@ def _selective_state_update_torch(
     for i in range(max_query_len):  # 1 + k turns, the same for every batch
         token = (starts + i).clamp(max=max(x.shape[0] - 1, 0))  # (R,)
         valid = live & (i < lengths)
-        x_i = x[token].float()  # (R, H, P)
-        dt_i = F.softplus(dt[token].float() + dt_bias.float()).clamp(*dt_limit)  # (R, H)
-        B_i, C_i = (
-            bc[token].float().repeat_interleave(num_heads // groups, 1, output_size=num_heads)
-            for bc in (B, C)
-        )  # (R, H, N): head h gets group h // (H / G)
-
-        decay = torch.exp(dt_i * A.float())
-        state.mul_(decay.reshape(-1, 1, 1))
-        dt_x = (dt_i[..., None] * x_i).reshape(-1, head_dim, 1)
-        state.baddbmm_(dt_x, B_i.reshape(-1, 1, state_size))
-        y_i = torch.bmm(state, C_i.reshape(-1, state_size, 1)).view_as(x_i)
-        y_i = y_i + D.float()[:, None] * x_i
-
+        y_i, _, _ = advance(state, token, x, dt, A, B, C, D, dt_bias, dt_limit)
         y_i = torch.where(valid[:, None, None], y_i, 0).to(x.dtype)
         out.index_add_(0, token, y_i)  # masked rows add an exact 0
         # A row that keeps nothing writes the null slot's content back to the null slot.
@@ -185,3 +160,40 @@ def _selective_state_update_torch(
         new_state = state.view(num_rows, num_heads, head_dim, state_size).to(ssm_state.dtype)
         ssm_state[dst] = torch.where(kept, new_state, ssm_state[0])
     return out
+
+
+def advance(
+    state: torch.Tensor,
+    token: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    dt_bias: torch.Tensor,
+    dt_limit: tuple[float, float],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One token of every row: the recurrence itself.
+
+    Args:
+        state: ``(R * H, P, N)`` fp32. **Mutated**.
+        token: ``(R,)`` packed position of each row's token; the rest as in the public function.
+
+    Returns:
+        ``y (R, H, P)``, step sizes and their log decays ``(R, H)``, all fp32.
+    """
+    num_heads, head_dim = x.shape[1:]
+    groups, state_size = B.shape[1:]
+    x_i = x[token].float()  # (R, H, P)
+    dt_i = F.softplus(dt[token].float() + dt_bias.float()).clamp(*dt_limit)  # (R, H)
+    B_i, C_i = (
+        bc[token].float().repeat_interleave(num_heads // groups, 1, output_size=num_heads)
+        for bc in (B, C)
+    )  # (R, H, N): head h gets group h // (H / G)
+    log_decay = dt_i * A.float()
+    state.mul_(log_decay.exp().reshape(-1, 1, 1))
+    dt_x = (dt_i[..., None] * x_i).reshape(-1, head_dim, 1)
+    state.baddbmm_(dt_x, B_i.reshape(-1, 1, state_size))
+    y_i = torch.bmm(state, C_i.reshape(-1, state_size, 1)).view_as(x_i)
+    return y_i + D.float()[:, None] * x_i, dt_i, log_decay

@@ -32,6 +32,12 @@ def current_arch() -> str:
     return f"sm_{major}{minor}"
 
 
+def dot_precision(arch: str) -> str:
+    """``input_precision`` of products of fp32 numbers: NVIDIA's tensor cores would round them to tf32,
+    three such products make up for it; elsewhere products are exact."""
+    return "tf32x3" if arch.startswith("sm_") else "ieee"
+
+
 def config_for(kernel_name: str, arch: str | None = None, **shape: int) -> dict[str, Any]:
     """Constexprs, ``num_warps`` and ``num_stages`` for a launch; a fresh dict.
 

@@ -88,6 +88,12 @@ class DecodeGraphs:
                 hidden, logits = run_step(model, inputs, caches)
             self.steps[size] = CapturedStep(graph, addresses_of(inputs), hidden, logits)
 
+    @property
+    def num_launches(self) -> int:
+        """Operations and kernels in the largest graph, by the recorder's count; 0 if nobody counted."""
+        graph = self.steps[max(self.steps)].graph
+        return len(graph.nodes) if isinstance(graph, RecordedGraph) else 0
+
     def dispatch(self, rows: Sequence[ScheduledRow]) -> Dispatch:
         """Which graph serves a step, if any, and why."""
         wanted = self.tokens_per_row

@@ -16,7 +16,6 @@ from mamba_teach.cache.groups import CacheGroup
 from mamba_teach.config import EngineConfig
 from mamba_teach.runner.block_table import BlockTables
 from mamba_teach.runner.decode_graphs import DecodeGraphs, Dispatch, check_pool, default_sizes
-from mamba_teach.runner.graph_recorder import RecordedGraph
 from mamba_teach.runner.graphs import resolve_graphs
 from mamba_teach.runner.pages import allocate_pages, poison_blocks
 from mamba_teach.runner.replay_index import ReplayIndex
@@ -28,7 +27,6 @@ from mamba_teach.runner.warmup import warm_up
 from mamba_teach.scheduler import Schedule
 from mamba_teach.spec_decode.proposer import DraftContext, DraftRow, Proposer
 from mamba_teach.spec_decode.rejection import verify
-from mamba_teach.summary import GraphSummary
 
 CPU_CHUNK_SIZE = 64  # measured fastest there; on a GPU the model's own chunk size is used
 
@@ -101,14 +99,10 @@ class ModelRunner:
                     kind, sizes, model, self.caches, self.metadata, device, warmed
                 )
 
-    def graph_summary(self) -> GraphSummary:
-        """How decode steps are launched, for the engine's summary."""
-        if self.graphs is None:
-            return GraphSummary("off")
-        sizes = tuple(sorted(self.graphs.steps))
-        graph = self.graphs.steps[sizes[-1]].graph
-        launches = len(graph.nodes) if isinstance(graph, RecordedGraph) else 0
-        return GraphSummary(self.graphs.kind, sizes, launches)
+    @property
+    def graph_kind(self) -> str:
+        """How decode steps are launched: "off", "record" or "cuda"."""
+        return "off" if self.graphs is None else self.graphs.kind
 
     @torch.inference_mode()
     def execute(self, schedule: Schedule) -> list[RowResult]:
@@ -163,7 +157,7 @@ class ModelRunner:
             return [[] for _ in new_tokens]
         rows, position = [], 0
         for row, tokens in zip(schedule.rows, new_tokens, strict=True):
-            n_after = row.num_computed + len(tokens) if row.num_drafts else row.seq_len
+            n_after = row.computed_after(len(tokens))
             # The next step computes the last new token and the drafts; none of them may be the last
             # token of all, which is never computed.
             room = row.request.max_computed_tokens - (n_after + 1)

@@ -135,10 +135,10 @@ class StateIndex:
         if self.mamba_prev_last_scheduled_idx is None or not self._groups:
             return
         copies: list[tuple[int, int, int, int]] = []  # source, window's source, destination, offset
+        spec = self._groups[0][1].spec
+        assert isinstance(spec, MambaSpec)
         for row, kept in zip(rows, num_kept, strict=True):
             request_id, n = row.request.request_id, row.num_computed
-            spec = self._groups[0][1].spec
-            assert isinstance(spec, MambaSpec)
             last = last_scheduled_column(row.seq_len, spec.block_size)
             accepted = kept if row.num_drafts else 1
             ends = boundaries(n, n + accepted, spec.block_size) if row.num_drafts else ()

@@ -85,7 +85,7 @@ def test_configurations_do_what_they_are_called() -> None:
         engine = Engine(model, EngineConfig(device="cpu", **settings))
         assert engine.cache_mode.effective == {"off": "none"}.get(mode, mode)
         assert engine.config.num_speculative_tokens == k
-        assert engine.runner.graph_summary().kind == graphs
+        assert engine.runner.graph_kind == graphs
 
 
 def test_uncached_logits_are_those_behind_the_greedy_tokens() -> None:

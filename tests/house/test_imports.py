@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "spec_decode": ["config", "request", "model", "mamba_kernels"],
     "runner": [
         "config", "events", "request", "cache", "scheduler",
-        "mamba_kernels", "model", "spec_decode", "summary",
+        "mamba_kernels", "model", "spec_decode",
     ],
     "engine": [
         "config", "events", "request", "cache", "scheduler",

@@ -204,3 +204,26 @@ def test_small_rows_are_left_to_the_twins(monkeypatch: pytest.MonkeyPatch) -> No
     with torch.no_grad():
         assert not cpu_rows.row_by_row(torch.zeros(3), 99)
         assert cpu_rows.row_by_row(torch.zeros(3), 100)
+
+
+def test_a_pool_that_is_not_contiguous_inside_a_slot_takes_the_twin() -> None:
+    """Any strides are allowed; going row by row wants a slot in one piece."""
+    heads, width, entries = 4, 64, 128
+    states = torch.randn(4, heads, entries, width).transpose(2, 3)
+    x, B = torch.randn(1, heads, width), torch.randn(1, 1, entries)
+    per_head, dt = torch.rand(heads), torch.randn(1, heads)
+    rows = dict(
+        query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
+        src_slots=torch.tensor([[1]], dtype=torch.int32),
+        dst_slots=torch.tensor([[2]], dtype=torch.int32),
+    )
+    results = []
+    for backend in ("torch", None):
+        state = states.clone(memory_format=torch.preserve_format)
+        assert not state[0].is_contiguous()
+        with torch.inference_mode():
+            y = selective_state_update(
+                x, dt, -per_head, B, B, per_head, per_head, state, backend=backend, **rows
+            )
+        results.append((y, state))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
