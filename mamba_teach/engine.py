@@ -28,7 +28,7 @@ from mamba_teach.request import Request, RequestOutput, RequestRefused, Sampling
 from mamba_teach.runner.model_runner import ModelRunner
 from mamba_teach.runner.served_model import ServedModel
 from mamba_teach.scheduler import Scheduler
-from mamba_teach.spec_decode.choose import make_proposer, uses_mtp_head
+from mamba_teach.spec_decode.make_proposer import make_proposer, uses_mtp_head
 from mamba_teach.spec_decode.proposer import Proposer
 from mamba_teach.summary import EngineSummary, GraphSummary
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mamba_teach.runner.graph import GraphCaptureError, GraphReplayError
+from mamba_teach.runner.graph_interface import GraphCaptureError, GraphReplayError
 
 
 class CudaGraph:

@@ -20,7 +20,7 @@ import torch
 from mamba_kernels.launch import Variant
 from mamba_teach.cache.groups import CacheGroup
 from mamba_teach.model.metadata import LayerCache
-from mamba_teach.runner.graph import Graph, GraphReplayError
+from mamba_teach.runner.graph_interface import Graph, GraphReplayError
 from mamba_teach.runner.graph_recorder import RecordedGraph, tensors_in
 from mamba_teach.runner.graphs import make_graph, make_pool
 from mamba_teach.runner.served_model import ServedModel

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mamba_kernels.launch import Launch, Variant, run_launches_with, variant_of
-from mamba_teach.runner.graph import GraphCaptureError, GraphReplayError
+from mamba_teach.runner.graph_interface import GraphCaptureError, GraphReplayError
 from mamba_teach.runner.graph_pool import GraphPool, storage_at
 from mamba_teach.runner.graph_rules import HOST_READS, MAKES_NO_VALUES, refusal
 
@@ -54,7 +54,7 @@ class GraphNode:
 
 
 class RecordedGraph:
-    """See :class:`~mamba_teach.runner.graph.Graph`.
+    """See :class:`~mamba_teach.runner.graph_interface.Graph`.
 
     Attributes:
         nodes: what was recorded, in order.
@@ -84,7 +84,7 @@ class RecordedGraph:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """See :class:`~mamba_teach.runner.graph.Graph`."""
+        """See :class:`~mamba_teach.runner.graph_interface.Graph`."""
         if self._state != "empty":
             raise GraphCaptureError("a graph is captured once; make another one")
         self._state = "broken"  # until it ends well
@@ -103,7 +103,7 @@ class RecordedGraph:
 
     @torch.inference_mode()
     def replay(self) -> None:
-        """See :class:`~mamba_teach.runner.graph.Graph`."""
+        """See :class:`~mamba_teach.runner.graph_interface.Graph`."""
         if self._state != "captured":
             raise GraphReplayError(f"there is nothing to replay: the graph is {self._state}")
         for address, holder in self._alive.items():

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mamba_teach.runner.cuda_graph import CudaGraph
-from mamba_teach.runner.graph import Graph
+from mamba_teach.runner.graph_interface import Graph
 from mamba_teach.runner.graph_pool import GraphPool
 from mamba_teach.runner.graph_recorder import RecordedGraph
 

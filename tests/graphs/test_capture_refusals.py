@@ -7,7 +7,7 @@ import pytest
 import torch
 from graphs.test_recorder import Function, recorded
 
-from mamba_teach.runner.graph import GraphCaptureError, GraphReplayError
+from mamba_teach.runner.graph_interface import GraphCaptureError, GraphReplayError
 from mamba_teach.runner.graph_recorder import RecordedGraph
 
 MASK = torch.tensor([True, False, True, True])

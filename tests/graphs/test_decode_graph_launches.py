@@ -19,7 +19,7 @@ from mamba_teach import Engine, EngineConfig, SamplingParams
 from mamba_teach.events import StepDispatched
 from mamba_teach.runner import model_runner
 from mamba_teach.runner.decode_graphs import DecodeGraphs
-from mamba_teach.runner.graph import GraphCaptureError
+from mamba_teach.runner.graph_interface import GraphCaptureError
 from mamba_teach.runner.graph_recorder import RecordedGraph
 from mamba_teach.spec_decode.scripted_proposer import ScriptedProposer
 

@@ -15,7 +15,7 @@ from mamba_teach import Engine, EngineConfig, GhostModel, SamplingParams
 from mamba_teach.events import StepDispatched
 from mamba_teach.request import Request
 from mamba_teach.runner.decode_graphs import DecodeGraphs, addresses_of, check_pool, default_sizes
-from mamba_teach.runner.graph import GraphReplayError
+from mamba_teach.runner.graph_interface import GraphReplayError
 from mamba_teach.runner.graph_recorder import tensors_in
 from mamba_teach.runner.persistent_buffer import PersistentBuffer
 from mamba_teach.runner.step_metadata import StepMetadataBuilder

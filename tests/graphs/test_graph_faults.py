@@ -19,7 +19,7 @@ from mamba_teach import Engine, EngineConfig, SamplingParams
 from mamba_teach.events import StepDispatched
 from mamba_teach.model.metadata import AttentionMetadata, MambaMetadata
 from mamba_teach.runner import model_runner
-from mamba_teach.runner.graph import GraphCaptureError, GraphReplayError
+from mamba_teach.runner.graph_interface import GraphCaptureError, GraphReplayError
 from mamba_teach.runner.step_metadata import StepInputs
 from mamba_teach.spec_decode.scripted_proposer import ScriptedProposer
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from mamba_kernels.backend import jit, tl
 from mamba_kernels.launch import collect_variants, count_launches, launch
-from mamba_teach.runner.graph import GraphCaptureError, GraphReplayError
+from mamba_teach.runner.graph_interface import GraphCaptureError, GraphReplayError
 from mamba_teach.runner.graph_recorder import RecordedGraph
 
 interpreter = pytest.mark.interpreter
